@@ -1,0 +1,79 @@
+"""What both planes must agree on before a worker may serve: is this the same model?
+
+Part of the contract, hence beside the protos: the control plane computes it from its model
+directory, the worker from its own, and Hello carries the worker's. Standard library only.
+
+Reads at most 2 MiB of each weight file, so a 100 GB checkpoint costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+_EDGE_BYTES = 1 << 20  # read at both ends of each weight file
+_WEIGHT_SUFFIXES = (".safetensors", ".gguf")
+
+
+def base_fingerprint(model_dir: Path) -> bytes:
+    """Hash configuration, tokenizer and weight files of a model directory.
+
+    SHA-256 over length-prefixed, tagged fields: config.json in canonical JSON, tokenizer.json as
+    bytes, then for each weight file in name order its name, size, first and last MiB.
+
+    Returns:
+        32 bytes.
+
+    Raises:
+        FileNotFoundError: config.json, tokenizer.json or every weight file is missing.
+        ValueError: config.json is not a JSON object.
+    """
+    config_path = model_dir / "config.json"
+    config = json.loads(config_path.read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError(f"{config_path} must hold a JSON object")
+    canonical = json.dumps(config, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    digest = hashlib.sha256()
+    _add(digest, b"pagewire-model-1", b"")
+    _add(digest, b"config", canonical.encode())
+    _add(digest, b"tokenizer", (model_dir / "tokenizer.json").read_bytes())
+    weights = sorted(p for p in model_dir.iterdir() if p.suffix in _WEIGHT_SUFFIXES)
+    if not weights:
+        raise FileNotFoundError(
+            f"{model_dir} has no weight file ({' or '.join('*' + s for s in _WEIGHT_SUFFIXES)})"
+        )
+    for path in weights:
+        _add(digest, b"weights", path.name.encode())
+        size = path.stat().st_size
+        _add(digest, b"size", size.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            _add(digest, b"head", file.read(_EDGE_BYTES))
+            file.seek(max(0, size - _EDGE_BYTES))
+            _add(digest, b"tail", file.read(_EDGE_BYTES))
+    return digest.digest()
+
+
+def served_fingerprint(base: bytes, *, kv_dtype: str, kv_scales: bytes = b"") -> bytes:
+    """Bind a model to how its KV cache is stored: blocks of one are garbage to another.
+
+    Args:
+        base: What `base_fingerprint` returned.
+        kv_dtype: "float32", "bfloat16", "float16" or "fp8_e4m3".
+        kv_scales: Canonical bytes of quantization scales; empty without any.
+
+    Returns:
+        32 bytes, the `model_fingerprint` of Hello.
+    """
+    digest = hashlib.sha256()
+    _add(digest, b"pagewire-served-1", base)
+    _add(digest, b"kv_dtype", kv_dtype.encode())
+    _add(digest, b"kv_scales", kv_scales)
+    return digest.digest()
+
+
+def _add(digest: hashlib._Hash, tag: bytes, value: bytes) -> None:
+    # Length prefixes: no two different sequences of fields have the same encoding.
+    for part in (tag, value):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
