@@ -1,0 +1,35 @@
+"""Fixtures that several kinds of test share. Markers are declared in pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before any test imports transformers or torch: no test may reach a model hub, and two test
+# processes with a full thread pool each would only fight over the cores.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+REPO_ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> Path:
+    """The demo model (SmolLM2-135M-Instruct, fp32), converted on first use and kept."""
+    from demo.model import ensure_demo_model
+
+    return ensure_demo_model(REPO_ROOT / ".pagewire" / "models", progress=print)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests skip where no GPU is; `make test-gpu` fails there instead of skipping."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device: make test-gpu"))
