@@ -13,7 +13,7 @@ if [ "$out" = --check ]; then
   [ $bad -eq 0 ] || { echo "stubs are stale: run make proto and commit" >&2; exit 1; }
   exit 0
 fi
-.venv-proto/bin/python -m grpc_tools.protoc -I protos -I protos/third_party \
+.venv-proto/bin/python -m grpc_tools.protoc -I protos \
   --python_out="$out" --pyi_out="$out" --grpc_python_out="$out" protos/pagewire/v1/*.proto
 # protoc derives the import path from the proto path; ours live one package deeper.
 sed -i 's/^from pagewire\.v1 import/from protos.pagewire.v1 import/' "$out"/pagewire/v1/*_pb2*.py*

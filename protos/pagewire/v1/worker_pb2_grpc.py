@@ -49,6 +49,9 @@ class WorkerServiceServicer(object):
     def Attach(self, request_iterator, context):
         """The worker sends Hello first; the control plane answers Welcome and Reset, or ends the stream
         with a precise status. Nothing else may precede them.
+        Both sides send many kinds of message, so the pair is named by its sender.
+        buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
