@@ -105,7 +105,7 @@ class Forks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCopies:
-    """Block contents to copy in every layer, then table[rows[i], indices[i]] = dst[i]. All int32."""
+    """Block contents to copy in every layer, then table[rows[i], indices[i]] = dst[i]; int32."""
 
     src: Int32Array = field(default_factory=_no_int32)
     dst: Int32Array = field(default_factory=_no_int32)
