@@ -22,8 +22,8 @@ from data_plane.step_work import (
 )
 
 if TYPE_CHECKING:
+    from data_plane.host_rows import HostRows
     from data_plane.plan_reader import ForkOrder, PlanColumns
-    from data_plane.row_state import RowState
 
 _NO_IDS = np.empty(0, np.int32)
 
@@ -43,7 +43,7 @@ class PlanDraft:
     place (it has one entry per block of the cache) with a record of how to undo it.
     """
 
-    def __init__(self, state: RowState, columns: PlanColumns) -> None:
+    def __init__(self, state: HostRows, columns: PlanColumns) -> None:
         self.state = state
         self.limits = state.limits
         self.columns = columns

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from data_plane.host_rows import HostRows
 from data_plane.plan_draft import PlanDraft
 from data_plane.plan_reader import Limits, read_plan
 from data_plane.plan_refused import PlanRefused, Refusal
 from data_plane.plan_work import order_steps
-from data_plane.row_state import RowState
 from data_plane.step_work import (
     BlockCopies,
     Forks,
@@ -75,7 +75,7 @@ class RowTable:
             vocab_size=vocab_size,
         )
         self._num_blocks_owned = num_blocks
-        self._state = RowState(limits, num_blocks)
+        self._state = HostRows(limits, num_blocks)
         self._applied_version = 0
 
     @property
@@ -145,7 +145,7 @@ class RowTable:
         else:
             num_blocks = self._state.limits.num_blocks
         limits = dataclasses.replace(self._state.limits, num_blocks=num_blocks)
-        self._state = RowState(limits, self._num_blocks_owned)
+        self._state = HostRows(limits, self._num_blocks_owned)
         self._applied_version = version
 
     def mark_finished(self, version: int, rows: Int32Array) -> None:

@@ -1,0 +1,146 @@
+"""Workers without tensors: the real RowTable, protocol and control stream over a FakeModelRunner.
+
+- `StepwiseWorker` has no I/O: feed it ControlMessages, get WorkerMessages, run steps when you say.
+- `FakeWorker` dials a real port with the real control stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import deque
+from typing import TYPE_CHECKING
+
+from fake_model import FakeModelRunner, expected_output
+
+from data_plane.step_loop import as_step_error
+from data_plane.step_work import StepError, StepWork
+from data_plane.stream_protocol import (
+    Phase,
+    Reaction,
+    StreamProtocol,
+    WorkerIdentity,
+    generation_messages,
+)
+
+if TYPE_CHECKING:
+    from protos.pagewire.v1 import worker_pb2
+
+__all__ = ["FakeModelRunner", "StepwiseWorker", "expected_output", "fake_identity"]
+
+FAKE_FINGERPRINT = hashlib.sha256(b"fake model").digest()
+
+
+def fake_identity(
+    runner: FakeModelRunner,
+    *,
+    worker_id: str = "w0",
+    replica_id: str = "r0",
+    model_fingerprint: bytes = FAKE_FINGERPRINT,
+    epoch: bytes | None = None,
+    max_num_seqs: int = 8,
+    max_model_len: int = 128,
+    max_num_batched_tokens: int = 256,
+    rank: int = 0,
+    tp_size: int = 1,
+) -> WorkerIdentity:
+    """Describe a FakeModelRunner; a fresh random epoch unless one is given."""
+    return WorkerIdentity(
+        worker_id=worker_id,
+        replica_id=replica_id,
+        rank=rank,
+        tp_size=tp_size,
+        epoch=epoch or os.urandom(16),
+        model_fingerprint=model_fingerprint,
+        num_layers=1,
+        num_kv_heads=1,
+        head_size=8,
+        kv_dtype="float32",
+        block_size=runner.block_size,
+        num_blocks=runner.num_blocks,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        vocab_size=runner.vocab_size,
+        backend="fake",
+        device="fake",
+        software_version="test",
+    )
+
+
+class StepwiseWorker:
+    """A worker that does nothing by itself.
+
+    `hello()` opens a stream, `feed(message)` takes what the control plane sent, `run_step()`
+    executes the oldest ordered step; each returns the messages the worker sends in answer.
+    `disconnect()` loses the stream; `crash()` makes it a new process with a new epoch.
+    Violations by the control plane raise ProtocolViolation from `feed`.
+    """
+
+    def __init__(self, runner: FakeModelRunner | None = None, **identity: object) -> None:
+        self.runner = runner or FakeModelRunner()
+        self._identity_arguments = identity
+        self.protocol = StreamProtocol(fake_identity(self.runner, **identity))  # type: ignore[arg-type]
+        self.ordered: deque[StepWork] = deque()
+        self._has_failed = False
+
+    @property
+    def num_ordered(self) -> int:
+        """Steps that were ordered and have not run."""
+        return len(self.ordered)
+
+    @property
+    def is_attached(self) -> bool:
+        return self.protocol.phase is not Phase.DISCONNECTED
+
+    def hello(self) -> worker_pb2.WorkerMessage:
+        return self.protocol.hello()
+
+    def feed(self, message: worker_pb2.ControlMessage) -> list[worker_pb2.WorkerMessage]:
+        reaction: Reaction = self.protocol.receive(message)
+        messages = list(reaction.messages)
+        if reaction.welcome is not None and reaction.welcome.send_generations:
+            generations = self.runner.generations[: reaction.welcome.num_blocks]
+            messages += generation_messages(generations)
+        if reaction.reset_version is not None:
+            self.ordered.clear()
+            self._has_failed = False
+            self.runner.reset()
+        self.ordered.extend(reaction.works)
+        return messages
+
+    def run_step(self) -> list[worker_pb2.WorkerMessage]:
+        """Execute the oldest ordered step, if any."""
+        if not self.ordered:
+            return []
+        work = self.ordered.popleft()
+        if self._has_failed:
+            return []
+        try:
+            output = self.runner.launch(work).wait()
+        except StepError as error:
+            self._has_failed = True
+            return self.protocol.step_failed(work, as_step_error(error))
+        return self.protocol.step_done(work, output)
+
+    def run_all(self) -> list[worker_pb2.WorkerMessage]:
+        messages: list[worker_pb2.WorkerMessage] = []
+        while self.ordered:
+            messages += self.run_step()
+        return messages
+
+    def disconnect(self) -> None:
+        """Lose the stream: ordered steps are dropped, KV, epoch and versions stay."""
+        self.ordered.clear()
+        self._has_failed = False
+        self.protocol.stream_lost()
+
+    def crash(self) -> None:
+        """Become a new process under the same worker_id: new epoch, empty KV."""
+        old = self.runner
+        self.runner = FakeModelRunner(
+            num_blocks=old.num_blocks, block_size=old.block_size, vocab_size=old.vocab_size
+        )
+        self.ordered.clear()
+        self._has_failed = False
+        self.protocol = StreamProtocol(fake_identity(self.runner, **self._identity_arguments))  # type: ignore[arg-type]
