@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
+import random
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from fake_model import FakeModelRunner, expected_output
 
+from data_plane.control_stream import ControlStream, StreamOptions
 from data_plane.step_loop import as_step_error
 from data_plane.step_work import StepError, StepWork
 from data_plane.stream_protocol import (
@@ -26,7 +29,7 @@ from data_plane.stream_protocol import (
 if TYPE_CHECKING:
     from protos.pagewire.v1 import worker_pb2
 
-__all__ = ["FakeModelRunner", "StepwiseWorker", "expected_output", "fake_identity"]
+__all__ = ["FakeModelRunner", "FakeWorker", "StepwiseWorker", "expected_output", "fake_identity"]
 
 FAKE_FINGERPRINT = hashlib.sha256(b"fake model").digest()
 
@@ -144,3 +147,72 @@ class StepwiseWorker:
         self.ordered.clear()
         self._has_failed = False
         self.protocol = StreamProtocol(fake_identity(self.runner, **self._identity_arguments))  # type: ignore[arg-type]
+
+
+class FakeWorker:
+    """A worker on the running event loop: the real control stream over a FakeModelRunner.
+
+    `async with FakeWorker("127.0.0.1:1234") as worker:` attaches and, at the end, kills it. `kill`
+    is a lost process (the stream breaks off), `drain` is SIGTERM; `exit_code` is that of the
+    process, once it has one.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        runner: FakeModelRunner | None = None,
+        grace_s: float = 10.0,
+        keepalive_s: float = 10.0,
+        **identity: object,
+    ) -> None:
+        self.runner = runner or FakeModelRunner()
+        self.protocol = StreamProtocol(fake_identity(self.runner, **identity))  # type: ignore[arg-type]
+        self.stream = ControlStream(
+            StreamOptions(
+                address=address,
+                grace_s=grace_s,
+                backoff_min_s=0.01,
+                backoff_max_s=0.1,
+                keepalive_s=keepalive_s,
+            ),
+            protocol=self.protocol,
+            runner=self.runner,
+            rng=random.Random(0),
+        )
+        self._task: asyncio.Task[int] | None = None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it is attached and was reset."""
+        return self.protocol.phase is Phase.SERVING
+
+    @property
+    def exit_code(self) -> int | None:
+        task = self._task
+        return task.result() if task and task.done() and not task.cancelled() else None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self.stream.run())
+
+    def drain(self) -> None:
+        self.stream.begin_drain()
+
+    async def exited(self) -> int:
+        """Wait for the exit code."""
+        assert self._task is not None
+        return await asyncio.shield(self._task)
+
+    async def kill(self) -> None:
+        """Break off whatever it does."""
+        self.runner.gate.set()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def __aenter__(self) -> Self:
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.kill()
