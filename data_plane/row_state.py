@@ -1,82 +1,184 @@
-"""What a worker's host knows about its rows: plain arrays, changed by `row_table` only."""
+"""Persistent device state of every row: where its sequence is, how it samples, when it stops.
+
+Owns: the layout of that state, and the changes that plans make to it. Steps read it through row
+indices and write it back on the device; the host keeps only what it needs to choose between
+code paths. Does not know blocks or tokens other than the last.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+
+from data_plane.staging import StagingRing
+from data_plane.step_work import StepError
 
 if TYPE_CHECKING:
-    from data_plane.plan_reader import Limits
-    from data_plane.step_work import BoolArray, Int32Array, Int64Array
+    from data_plane.step_work import Forks, Int32Array, NewRow
+
+# A request may name 256 stop tokens; the others are EOS tokens of the model.
+MAX_STOP_IDS = 272
+
+# Columns of `RowState.words`. A step writes the first three.
+LAST_TOKEN = 0  # the next input of a decoding row
+LENGTH = 1  # tokens whose KV is in the cache
+ACTIVE = 2  # 0: stopped on the device, computes and writes nothing
+MIN_TOTAL = 3  # prompt + min_tokens: EOS and stop ids are masked below this many tokens
+MAX_TOTAL = 4  # tokens at which the row ends with LENGTH
+SEQUENCE_INDEX = 5
+NUM_STOP_IDS = 6  # how many of the row's stop_ids end it; the rest are masked by min_tokens only
+TOP_K = 7
+TEMPERATURE = 8  # float32 bits, as the two below
+TOP_P = 9
+MIN_P = 10
+SEED = 12  # two words, one int64, aligned
+NUM_WORDS = 16
+
+NUM_STEP_WORDS = 3  # what a step writes back
 
 
-@dataclass(slots=True, kw_only=True)
-class Rows:
-    """State of every row, as arrays indexed by row."""
+@dataclass(frozen=True, slots=True)
+class GatheredRows:
+    """State of some rows as columns, gathered at the start of a step.
 
-    occupied: BoolArray
-    paused: BoolArray
-    num_known: Int64Array  # tokens that came with the row (all others come from the device)
-    num_computed: Int64Array  # tokens whose KV is written once all ordered steps ran
-    max_total: Int64Array  # length limit
-    num_blocks: Int64Array  # table length
-    first_writable: Int64Array  # table index before which entries are prefix hits
-    since: Int64Array  # version that added the row
+    Attributes:
+        words: [n, NUM_WORDS] int32, a copy.
+    """
 
-    @classmethod
-    def empty(cls, num_rows: int) -> Rows:
-        return cls(
-            occupied=np.zeros(num_rows, np.bool_),
-            paused=np.zeros(num_rows, np.bool_),
-            num_known=np.zeros(num_rows, np.int64),
-            num_computed=np.zeros(num_rows, np.int64),
-            max_total=np.zeros(num_rows, np.int64),
-            num_blocks=np.zeros(num_rows, np.int64),
-            first_writable=np.zeros(num_rows, np.int64),
-            since=np.zeros(num_rows, np.int64),
-        )
+    words: torch.Tensor
 
-    def copy(self) -> Rows:
-        return Rows(
-            occupied=self.occupied.copy(),
-            paused=self.paused.copy(),
-            num_known=self.num_known.copy(),
-            num_computed=self.num_computed.copy(),
-            max_total=self.max_total.copy(),
-            num_blocks=self.num_blocks.copy(),
-            first_writable=self.first_writable.copy(),
-            since=self.since.copy(),
-        )
+    def column(self, index: int) -> torch.Tensor:
+        """[n] int32."""
+        return self.words[:, index]
 
-    def clear(self, rows: Int32Array) -> None:
-        for field in fields(self):
-            getattr(self, field.name)[rows] = 0
+    def float_column(self, index: int) -> torch.Tensor:
+        """[n] float32."""
+        return self.words.view(torch.float32)[:, index]
+
+    @property
+    def seeds(self) -> torch.Tensor:
+        """[n] int64, the bits of the uint64 seed."""
+        return self.words.view(torch.int64)[:, SEED // 2]
+
+    def select(self, index: torch.Tensor) -> GatheredRows:
+        """The rows at `index`, [m] int32."""
+        return GatheredRows(self.words.index_select(0, index))
 
 
 class RowState:
-    """All rows, their tables, and who holds which block.
+    """State of `max_num_seqs` rows, and of one more that belongs to no sequence: padding.
 
     Attributes:
-        limits: What bounds the numbers of plans.
-        rows: Per-row arrays.
-        table: [max_num_seqs, max_blocks_per_seq] int32 block ids; past a row's length the null
-            block 0.
-        holders: [num_blocks] int32, per block the entries of all tables that name it.
-        known_tokens: Tokens of rows whose prefill is not over.
-        live: [max_num_seqs], occupied and not reported as finished by a result.
+        words: [max_num_seqs + 1, NUM_WORDS] int32, columns as named above.
+        stop_ids: [max_num_seqs + 1, MAX_STOP_IDS] int32, -1 where unused: first the ids that end
+            the row, then EOS ids that ignore_eos disarmed but min_tokens still masks.
+        min_total: [max_num_seqs] int32 on the host, as the column.
+        num_ids: [max_num_seqs] int32 on the host, used entries of stop_ids.
     """
 
-    def __init__(self, limits: Limits, num_blocks_owned: int) -> None:
-        num_rows = limits.max_num_seqs
-        self.limits = limits
-        self.rows = Rows.empty(num_rows)
-        self.table: Int32Array = np.zeros((num_rows, limits.max_blocks_per_seq), np.int32)
-        self.holders: Int32Array = np.zeros(num_blocks_owned, np.int32)
-        self.known_tokens: dict[int, Int32Array] = {}
-        self.live: BoolArray = np.zeros(num_rows, np.bool_)
+    def __init__(self, *, max_num_seqs: int, device: torch.device, num_slots: int = 4) -> None:
+        self.padding_row = max_num_seqs
+        self.words = torch.zeros((max_num_seqs + 1, NUM_WORDS), dtype=torch.int32, device=device)
+        self.stop_ids = torch.full(
+            (max_num_seqs + 1, MAX_STOP_IDS), -1, dtype=torch.int32, device=device
+        )
+        self.min_total: Int32Array = np.zeros(max_num_seqs, np.int32)
+        self.num_ids: Int32Array = np.zeros(max_num_seqs, np.int32)
+        self._staging = StagingRing(
+            num_slots=num_slots, num_words=4 * (NUM_WORDS + MAX_STOP_IDS), device=device
+        )
+        # On the CPU the device's flags are host memory.
+        self._words_host: Int32Array | None = self.words.numpy() if device.type == "cpu" else None
 
-    def block_table(self, row: int) -> Int32Array:
-        """Return a copy of a row's block ids."""
-        return self.table[row, : self.rows.num_blocks[row]].copy()
+    def add(self, new_rows: tuple[NewRow, ...]) -> None:
+        """Start sequences; the rows become active.
+
+        Raises:
+            StepError: a row names more stop tokens than fit.
+        """
+        if not new_rows:
+            return
+        rows = np.array([new_row.row for new_row in new_rows], np.int32)
+        words = np.zeros((len(new_rows), NUM_WORDS), np.int32)
+        stop_ids = np.full((len(new_rows), MAX_STOP_IDS), -1, np.int32)
+        for i, new_row in enumerate(new_rows):
+            _fill_words(words[i], stop_ids[i], new_row)
+            self.num_ids[new_row.row] = np.count_nonzero(stop_ids[i] >= 0)
+        self.min_total[rows] = words[:, MIN_TOTAL]
+        index, device_words, device_ids = self._staging.upload(rows, words, stop_ids)
+        index = index.long()
+        self.words.index_copy_(0, index, device_words.view(-1, NUM_WORDS))
+        self.stop_ids.index_copy_(0, index, device_ids.view(-1, MAX_STOP_IDS))
+
+    def fork(self, forks: Forks) -> None:
+        """Start children as copies of their parents, with their own key of draws."""
+        if not forks.child_rows.size:
+            return
+        for host_column in (self.min_total, self.num_ids):
+            host_column[forks.child_rows] = host_column[forks.parent_rows]
+        parents, children, indices, tokens = self._staging.upload(
+            forks.parent_rows, forks.child_rows, forks.sequence_indices, forks.token_ids
+        )
+        words = self.words.index_select(0, parents)
+        is_given = tokens >= 0
+        words[:, SEQUENCE_INDEX] = indices
+        words[:, LAST_TOKEN] = torch.where(is_given, tokens, words[:, LAST_TOKEN])
+        # A parent that stopped hands its stop down, but not to a beam that goes on elsewhere.
+        words[:, ACTIVE] |= is_given
+        child_index = children.long()
+        self.words.index_copy_(0, child_index, words)
+        self.stop_ids.index_copy_(0, child_index, self.stop_ids.index_select(0, parents))
+
+    def stop_all(self) -> None:
+        """Deactivate every row: whatever still names one writes nothing."""
+        self.words[:, ACTIVE] = 0
+
+    def gather(self, rows: torch.Tensor) -> GatheredRows:
+        """State of `rows`, [n] int32."""
+        return GatheredRows(self.words.index_select(0, rows))
+
+    def write_back(self, rows: torch.Tensor, step_words: torch.Tensor) -> None:
+        """Store last token, length and active flag: step_words is [n, NUM_STEP_WORDS] int32."""
+        self.words[:, :NUM_STEP_WORDS].index_copy_(0, rows.long(), step_words)
+
+    def are_active(self, rows: Int32Array) -> np.ndarray:
+        """Which rows have not stopped on the device. Only where that is known without waiting.
+
+        Raises:
+            RuntimeError: the state is not in host memory.
+        """
+        if self._words_host is None:
+            raise RuntimeError("active flags of a GPU are not read by the host")
+        return self._words_host[rows, ACTIVE] != 0
+
+
+def _fill_words(words: Int32Array, stop_ids: Int32Array, new_row: NewRow) -> None:
+    sampling = new_row.sampling
+    ending = dict.fromkeys(sampling.stop_token_ids)
+    eos_ids = dict.fromkeys(new_row.eos_token_ids.tolist())
+    if not sampling.ignore_eos:
+        ending |= eos_ids
+    masked = list(ending | eos_ids)
+    if len(masked) > MAX_STOP_IDS:
+        raise StepError(
+            f"row {new_row.row} has {len(masked)} stop and EOS token ids, at most {MAX_STOP_IDS} "
+            f"fit",
+            reason="TOO_MANY_STOP_IDS",
+            code=3,
+        )
+    stop_ids[: len(masked)] = masked
+    words[LENGTH] = new_row.num_computed_tokens
+    words[ACTIVE] = 1
+    words[MIN_TOTAL] = min(new_row.num_prompt_tokens + sampling.min_tokens, np.iinfo(np.int32).max)
+    words[MAX_TOTAL] = new_row.max_total_tokens
+    words[SEQUENCE_INDEX] = new_row.sequence_index
+    words[NUM_STOP_IDS] = len(ending)
+    words[TOP_K] = sampling.top_k
+    floats = words.view(np.float32)
+    floats[TEMPERATURE] = sampling.temperature
+    floats[TOP_P] = sampling.top_p
+    floats[MIN_P] = sampling.min_p
+    words.view(np.uint64)[SEED // 2] = new_row.seed

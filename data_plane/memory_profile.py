@@ -1,0 +1,75 @@
+"""How much device memory a step needs beside weights and KV cache, found by running the largest.
+
+Owns: the measurement. Does not know what is done with it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from data_plane.attention.base import AttentionInputs
+
+if TYPE_CHECKING:
+    from data_plane.attention.base import AttentionBackend
+    from data_plane.models.llama import LlamaModel
+
+
+@torch.inference_mode()
+def measure_activation_bytes(
+    model: LlamaModel,
+    backend: AttentionBackend,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+) -> int:
+    """Peak bytes that one step of the largest size allocates on the model's CUDA device.
+
+    The step is as many sequences as need to be, as long as may be, each with its logits, over a
+    cache of one block: it reads the null block and writes nowhere.
+    """
+    device = model.device
+    tokens_per_seq = min(max_model_len, max_num_batched_tokens)
+    num_full = max_num_batched_tokens // tokens_per_seq
+    lengths = [tokens_per_seq] * num_full + [max_num_batched_tokens - num_full * tokens_per_seq]
+    seq_lens = np.array([length for length in lengths if length], np.int32)
+    query_start_loc = np.zeros(seq_lens.size + 1, np.int32)
+    np.cumsum(seq_lens, out=query_start_loc[1:])
+    num_tokens = int(query_start_loc[-1])
+    max_blocks = -(-tokens_per_seq // backend.spec.block_size)
+    spec, num_layers = backend.spec, model.config.num_layers
+    shape = backend.get_kv_cache_shape(1, spec.block_size, spec.num_kv_heads, spec.head_size)
+    kv_cache = torch.zeros(shape, dtype=spec.dtype, device=device)
+    zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    attention = AttentionInputs(
+        query_start_loc=torch.from_numpy(query_start_loc).to(device),
+        seq_lens=torch.from_numpy(seq_lens).to(device),
+        block_tables=torch.zeros((seq_lens.size, max_blocks), dtype=torch.int32, device=device),
+        slot_mapping=torch.full_like(zeros, -1),
+        positions=zeros,
+        max_query_len=tokens_per_seq,
+        max_seq_len=tokens_per_seq,
+        num_tokens=num_tokens,
+        query_start_loc_host=query_start_loc,
+        seq_lens_host=seq_lens,
+    )
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    logits_rows = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+    logits = model.forward(
+        zeros,
+        zeros,
+        [kv_cache] * num_layers,
+        backend,
+        backend.build_metadata(attention),
+        logits_rows,
+    )
+    # The sampler works on copies of the logits: noise, sorted values, their indices.
+    num_bytes = torch.cuda.max_memory_allocated(device) - before + 4 * logits.nbytes
+    del logits
+    torch.cuda.empty_cache()
+    return num_bytes
