@@ -1,71 +1,56 @@
-"""All replicas of this control plane, and every live request.
+"""Every live request of this control plane: where it enters, where it runs, how it ends.
 
-Owns: the registry of replicas, where each request runs, what waits for a replica, the term.
-Does not know text, clients, messages of the control stream, or how a step is made.
+Owns: the live requests, their placing on replicas, the bounds of the queue, the drain. Does not
+know text, clients, messages of the control stream, or how a step is made.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
+from control_plane import router
+from control_plane.cluster_config import ClusterConfig
+from control_plane.errors import (
+    AbortedError,
+    InvariantError,
+    OverloadedError,
+    RequestTooLongError,
+    UnknownModelError,
+)
+from control_plane.failure import Failure
+from control_plane.fleet import Fleet, shutting_down
+from control_plane.request import FinishReason
+from control_plane.stats import ClusterSnapshot
+from control_plane.token_stream import TokenStream
+from control_plane.waiting_room import Live, WaitingRoom
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from control_plane.errors import ServingError
     from control_plane.prefix_store import PrefixStore
-    from control_plane.request import FinishReason, Request
+    from control_plane.request import Request
     from control_plane.request import Sequence as RequestSequence
+    from control_plane.scheduled_step import StepUpdate
     from control_plane.served_model import ServedModel
-    from control_plane.stats import ClusterSnapshot
-    from control_plane.token_stream import TokenStream
 
+__all__ = ["Cluster", "ClusterConfig"]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterConfig:
-    """Limits and times of the engine side. Times in seconds.
+logger = logging.getLogger(__name__)
 
-    Attributes:
-        deployment: Namespace of the prefix store.
-        shard: Which control plane of the deployment this is; terms are counted per shard.
-        lookahead: Steps ordered beyond the one whose result is awaited.
-        max_num_batched_tokens: Most tokens per step; None: what the worker announces.
-        max_num_seqs: Most rows per replica; None: what the worker announces.
-        block_size: Refuse workers with another one; None: the first worker decides.
-        kv_dtype: Refuse workers with another one; None: the first worker decides.
-        prefix_caching: Whether blocks are found again by their hash.
-        max_bypass: How long others may overtake a head of the queue that does not fit, in steps.
-        lease_s: Silence after which a worker counts as gone.
-        step_timeout_s: A step unconfirmed for this long loses the worker even if it heartbeats.
-        replica_wait_s: How long a request waits for a replica before it fails as unavailable.
-        max_queued_requests: Requests without a row, over all replicas, before new ones are refused.
-        max_queued_tokens: Prompt tokens of those requests, likewise.
-        term_gather_s: How long after the start Hellos are awaited before the term is settled.
-        audit_interval_s: Least time between two audits of an idle replica's pool.
-    """
-
-    deployment: str = "default"
-    shard: str = "0"
-    lookahead: int = 2
-    max_num_batched_tokens: int | None = None
-    max_num_seqs: int | None = None
-    block_size: int | None = None
-    kv_dtype: str | None = None
-    prefix_caching: bool = True
-    max_bypass: int = 64
-    lease_s: float = 10.0
-    step_timeout_s: float = 120.0
-    replica_wait_s: float = 30.0
-    max_queued_requests: int = 4096
-    max_queued_tokens: int = 4_000_000
-    term_gather_s: float = 0.5
-    audit_interval_s: float = 1.0
+_RETRY_AFTER_S = 1.0
 
 
 class Cluster:
     """Where requests enter and tokens come back. Everything runs on one event loop.
 
     Deadlines are absolute, on `clock` (monotonic seconds).
+
+    Attributes:
+        fleet: The replicas; what `WorkerService` attaches workers to.
     """
 
     def __init__(
@@ -76,18 +61,37 @@ class Cluster:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing runs until `start`. The prefix store is started and closed by the caller."""
+        """Build it on the running loop. The prefix store is started and closed by the caller."""
+        if not models:
+            raise ValueError("a control plane serves at least one model")
         self.config = config
         self.models = {model.name: model for model in models}
-        raise NotImplementedError
+        self._store = prefix_store
+        self._failure = Failure()
+        self.fleet = Fleet(
+            config, models, prefix_store, requests=self, failure=self._failure, clock=clock
+        )
+        self._live: dict[str, Live] = {}
+        self._waiting = WaitingRoom(config.replica_wait_s, self._end, clock)
+        self._superseded = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._draining = False
+        self._started_at_s = time.time()
+        self._num_replays = 0
+
+    # ---- life ----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin to take workers and requests."""
-        raise NotImplementedError
+        """Begin to take requests; workers attach through `fleet`."""
+        self._started_at_s = time.time()
 
     async def stop(self) -> None:
         """End every worker's stream and fail what is still live with ShuttingDownError."""
-        raise NotImplementedError
+        self.begin_drain()
+        self._fail_all()
+        self._waiting.close()
+        await self.fleet.stop()
 
     async def failed(self) -> NoReturn:
         """Wait for a broken invariant; the process must end on it.
@@ -95,7 +99,36 @@ class Cluster:
         Raises:
             InvariantError: This process contradicts itself.
         """
-        raise NotImplementedError
+        await self._failure.wait()
+
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on; live ones go on, and workers may still come for them."""
+        if not self._draining:
+            self._draining = True
+            logger.info("drain begins: live=%d", len(self._live))
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Wait until no request is live; False if the time ran out first.
+
+        What is left then fails with ShuttingDownError, so that clients resume elsewhere.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError:
+            logger.warning("drain ran out of time: live=%d", len(self._live))
+            self._fail_all()
+            return False
+        return True
+
+    async def superseded(self) -> None:
+        """Return once a worker reported a higher term: another control plane is active.
+
+        A drain has begun by then; the caller waits for it and ends the process.
+        """
+        await self._superseded.wait()
+
+    # ---- requests ------------------------------------------------------------------------------
 
     def submit(
         self, request: Request, deadline: float | None = None, *, model: str | None = None
@@ -113,42 +146,104 @@ class Cluster:
             ShuttingDownError: A drain has begun.
             UnknownModelError: No such model, or none named and several served.
         """
-        raise NotImplementedError
+        if self._draining:
+            raise shutting_down()
+        served = self._model(model)
+        if request.req_id in self._live:
+            raise InvariantError(f"request {request.req_id} is live already")
+        self._check_length(request, served)
+        stream = TokenStream(sequence.index for sequence in request.live_sequences)
+        for sequence in request.live_sequences:
+            # A resume can bring every token and not the end, if that was what got lost.
+            if sequence.num_tokens >= request.max_total_tokens:
+                sequence.finish_reason = FinishReason.LENGTH
+                stream.finish(sequence.index, FinishReason.LENGTH)
+        if request.is_finished:
+            return stream
+        self._check_queue(request)
+        live = Live(request, stream, served, deadline)
+        self._live[request.req_id] = live
+        self._empty.clear()
+        self._place(live)
+        return stream
 
     def abort(self, request: Request) -> None:
         """Forget a request in any state. Idempotent. Its stream fails with AbortedError."""
-        raise NotImplementedError
+        live = self._find(request)
+        if live is not None:
+            self._end(live, AbortedError("The request was aborted.", req_id=request.req_id))
 
     def finish(
         self, sequence: RequestSequence, num_output_tokens: int, reason: FinishReason
     ) -> None:
         """End a sequence at a stop string: what was computed past it is dropped.
 
-        Its TokenStream gets no further news of the sequence, not even its end: the caller knows.
+        Its TokenStream gets no further tokens of the sequence, only its end.
         """
-        raise NotImplementedError
+        live = self._find(sequence.request)
+        if live is None or sequence.is_finished:
+            return
+        if live.engine is not None:
+            with self._failure.guard():
+                live.engine.finish(sequence, num_output_tokens=num_output_tokens, reason=reason)
+        else:
+            del sequence.output_token_ids[num_output_tokens:]
+            sequence.finish_reason = reason
+        live.stream.finish(sequence.index, reason)
+        if live.request.is_finished:
+            self._forget(live)
+
+    # ---- what the fleet reports ----------------------------------------------------------------
+
+    def advance(self, update: StepUpdate) -> None:
+        """New tokens and ends of a confirmed step."""
+        live_requests = self._live
+        for sequence, token_id in zip(update.sequences, update.token_ids, strict=True):
+            live = live_requests.get(sequence.request.req_id)
+            if live is not None:
+                live.stream.push_token(sequence.index, token_id)
+        for sequence in update.finished:
+            live = live_requests.get(sequence.request.req_id)
+            if live is not None and sequence.finish_reason is not None:
+                live.stream.finish(sequence.index, sequence.finish_reason)
+                if live.request.is_finished:
+                    self._forget(live)
+
+    def fail(self, request: Request, error: ServingError) -> None:
+        """A request that its replica has given up for good."""
+        live = self._find(request)
+        if live is not None:
+            logger.warning("request failed: req_id=%s reason=%s", request.req_id, error.reason)
+            live.stream.fail(error)
+            self._forget(live)
+
+    def replay(self, requests: Iterable[Request]) -> None:
+        """Place requests again whose replica is gone or takes nothing new, in arrival order."""
+        for request in requests:
+            live = self._find(request)
+            if live is None:
+                error = InvariantError(f"a replica held {request.req_id}, which is not live")
+                self._failure.record(error)
+                raise error
+            self._num_replays += 1
+            self._place(live)
+
+    def replica_ready(self) -> None:
+        """A replica attached: place what waits."""
+        for live in self._waiting.take_all():
+            self._place(live)
+
+    def step_back(self) -> None:
+        """Another control plane is active: take nothing new and say so."""
+        self.begin_drain()
+        self.fleet.close()
+        self._superseded.set()
+
+    # ---- stats ---------------------------------------------------------------------------------
 
     def num_ready(self, model: str) -> int:
         """Replicas of the model that take work now."""
-        raise NotImplementedError
-
-    def begin_drain(self) -> None:
-        """Refuse new requests from now on; live ones go on."""
-        raise NotImplementedError
-
-    async def drained(self, timeout_s: float) -> bool:
-        """Wait until no request is live; False if the time ran out first.
-
-        What is left then fails with ShuttingDownError, so that clients resume elsewhere.
-        """
-        raise NotImplementedError
-
-    async def superseded(self) -> None:
-        """Return once a worker reported a higher term: another control plane is active.
-
-        A drain has begun by then; the caller waits for it and ends the process.
-        """
-        raise NotImplementedError
+        return len(self.fleet.ready(self.models[model]))
 
     def audit(self) -> None:
         """Check every replica's pool.
@@ -156,8 +251,109 @@ class Cluster:
         Raises:
             InvariantError: Blocks leaked or are owned twice.
         """
-        raise NotImplementedError
+        for engine in self.fleet:
+            engine.core.scheduler.audit()
 
     def stats(self) -> ClusterSnapshot:
         """A snapshot of every replica."""
-        raise NotImplementedError
+        self.fleet.forget_long_lost()
+        return ClusterSnapshot(
+            replicas=tuple(engine.snapshot() for engine in self.fleet),
+            num_requests_unplaced=len(self._waiting),
+            num_requests_live=len(self._live),
+            term=self.fleet.term.value,
+            started_at_s=self._started_at_s,
+            prefix_store=self._store.describe(),
+            num_replicas_lost=self.fleet.num_lost,
+            num_replays=self._num_replays,
+        )
+
+    # ---- placing -------------------------------------------------------------------------------
+
+    def _place(self, live: Live) -> None:
+        """Hand the request to a replica, or let it wait for one."""
+        with self._failure.guard():
+            live.engine = router.choose(live.request, self.fleet.ready(live.model))
+            if live.engine is None:
+                self._waiting.add(live)
+            else:
+                live.engine.add(live.request)
+
+    def _end(self, live: Live, error: ServingError) -> None:
+        """End a live request with an error, wherever it is."""
+        with self._failure.guard():
+            if live.engine is not None:
+                live.engine.abort(live.request)
+        for sequence in live.request.live_sequences:
+            sequence.finish_reason = FinishReason.ABORT
+        live.stream.fail(error)
+        self._forget(live)
+
+    def _find(self, request: Request) -> Live | None:
+        live = self._live.get(request.req_id)
+        return live if live is not None and live.request is request else None
+
+    def _forget(self, live: Live) -> None:
+        del self._live[live.request.req_id]
+        self._waiting.remove(live)
+        if not self._live:
+            self._empty.set()
+
+    def _fail_all(self) -> None:
+        for live in list(self._live.values()):
+            self._end(live, shutting_down())
+
+    # ---- checks --------------------------------------------------------------------------------
+
+    def _model(self, name: str | None) -> ServedModel:
+        if name is None and len(self.models) == 1:
+            return next(iter(self.models.values()))
+        model = self.models.get(name or "")
+        if model is None:
+            raise UnknownModelError(
+                f"Model {name or '(none)'} is not served here; served: {', '.join(self.models)}.",
+                model=name or "",
+                served=",".join(self.models),
+            )
+        return model
+
+    def _check_length(self, request: Request, model: ServedModel) -> None:
+        """Refuse what can never run.
+
+        Without a replica only the model can tell; the request then waits, and no replica where it
+        does not fit will take it.
+        """
+        total, limit = request.max_total_tokens, model.max_model_len
+        ready = self.fleet.ready(model)
+        if ready:
+            limit = router.longest_fit(ready, len(request.sequences), limit=limit)
+        if total <= limit and request.num_prompt_tokens < total:
+            return
+        raise RequestTooLongError(
+            f"The request needs room for {total} tokens ({request.num_prompt_tokens} of them "
+            f"prompt), but the longest that fits is {limit}, prompt and output together. Shorten "
+            f"the prompt or lower max_tokens.",
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_total_tokens=total,
+            limit=limit,
+        )
+
+    def _check_queue(self, request: Request) -> None:
+        num_requests, num_tokens = len(self._waiting), self._waiting.num_tokens
+        for engine in self.fleet:
+            num_requests += engine.core.num_waiting
+            num_tokens += engine.queued_tokens
+        config = self.config
+        if num_requests >= config.max_queued_requests:
+            what, queued, limit = "requests", num_requests, config.max_queued_requests
+        elif num_tokens and num_tokens + request.num_prompt_tokens > config.max_queued_tokens:
+            what, queued, limit = "prompt tokens", num_tokens, config.max_queued_tokens
+        else:
+            return
+        raise OverloadedError(
+            f"The queue holds {queued} {what}; the limit is {limit}. Try again later.",
+            retry_after_s=_RETRY_AFTER_S,
+            queued=queued,
+            limit=limit,
+            unit=what,
+        )

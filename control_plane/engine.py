@@ -1,0 +1,309 @@
+"""One replica's engine on the event loop: a thin shell around `EngineCore`.
+
+Owns: the task that orders steps as soon as the window allows and there is work, the timer behind
+lease and step timeout, the end of a drain. Does not know grpc, Redis's state, or other replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+from google.protobuf import duration_pb2
+
+from control_plane.engine_core import EngineCore
+from control_plane.errors import ProtocolError
+from control_plane.stats import ReplicaSnapshot, WorkerSnapshot
+from protos.pagewire.v1 import worker_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from control_plane.engine_core import EngineConfig
+    from control_plane.errors import ServingError
+    from control_plane.prefix_store import PrefixScope, PrefixStore
+    from control_plane.replica import ReplicaShape, WorkerFacts
+    from control_plane.request import BlockHash, BlockId, FinishReason, Request, Version
+    from control_plane.request import Sequence as RequestSequence
+    from control_plane.scheduled_step import StepUpdate
+    from control_plane.scheduler import Scheduler
+    from control_plane.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerStream(Protocol):
+    """The control plane's end of one worker's stream."""
+
+    @property
+    def stream_id(self) -> str: ...
+
+    def send(self, message: worker_pb2.ControlMessage) -> None:
+        """Queue a message; never blocks. Ignored once ended."""
+        ...
+
+    def end(self, error: ServingError | None) -> None:
+        """End the stream, with OK if there is no error. Idempotent; the first call decides."""
+        ...
+
+
+class EngineOwner(Protocol):
+    """Who hears of tokens, failures and losses: the cluster."""
+
+    def advance(self, update: StepUpdate) -> None:
+        """A step was confirmed."""
+        ...
+
+    def fail(self, request: Request, error: ServingError) -> None:
+        """A request must not be replayed any more."""
+        ...
+
+    def lose(self, engine: Engine, error: ServingError | None, *, lost: bool) -> None:
+        """The engine's worker has to go; see `Cluster.lose`."""
+        ...
+
+    def withdraw_waiting(self, engine: Engine) -> None:
+        """The engine takes no new sequence any more; find other places for what waits."""
+        ...
+
+
+class Engine:
+    """The engine of one replica, attached to its worker or waiting for it to come back."""
+
+    def __init__(
+        self,
+        *,
+        replica_id: str,
+        model: ServedModel,
+        shape: ReplicaShape,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        store: PrefixStore,
+        scope: PrefixScope,
+        owner: EngineOwner,
+        clock: Callable[[], float],
+    ) -> None:
+        """Build an engine that is not attached. Epoch and shape are its own for life."""
+        self.replica_id = replica_id
+        self.model = model
+        self.shape = shape
+        self.core = EngineCore(config, scheduler, self)
+        self.facts: WorkerFacts | None = None
+        self.lost_at = 0.0
+        self._scheduler = scheduler
+        self._store = store
+        self._scope = scope
+        self._owner = owner
+        self._clock = clock
+        self._stream: WorkerStream | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._drain_ends_at = float("inf")
+
+    # ---- the stream ----------------------------------------------------------------------------
+
+    def attach(self, facts: WorkerFacts, stream: WorkerStream, *, term: int) -> asyncio.Task[None]:
+        """Begin on a worker's stream: Welcome, Reset, then steps.
+
+        Returns:
+            The engine's task. It ends with the stream; what it raises is a defect of ours.
+        """
+        now = self._clock()
+        self.facts = facts
+        self._stream = stream
+        self._drain_ends_at = float("inf")
+        welcome = worker_pb2.Welcome(
+            term=term,
+            stream_id=stream.stream_id,
+            num_blocks=self.shape.num_blocks,
+            lookahead=self.core.config.lookahead,
+            lease=duration_pb2.Duration(),
+        )
+        welcome.lease.FromNanoseconds(int(self.core.config.lease_s * 1e9))
+        stream.send(worker_pb2.ControlMessage(welcome=welcome))
+        self.core.attach(facts.applied_version, now)
+        self._wake.set()
+        self._task = asyncio.create_task(self._run(), name=f"engine {self.replica_id}")
+        return self._task
+
+    def detach(self, error: ServingError | None, *, lost: bool) -> list[Request]:
+        """End the stream, then give up the requests; nothing read afterwards counts."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.end(error)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+        self._task = None
+        self.facts = None
+        self.lost_at = self._clock()
+        return self.core.detach(lost=lost)
+
+    def is_on(self, stream: WorkerStream) -> bool:
+        """Whether this is the stream the engine is attached to now."""
+        return self._stream is stream
+
+    def receive(self, stream: WorkerStream, message: worker_pb2.WorkerMessage) -> None:
+        """Take one message; ignored if the stream has ended meanwhile.
+
+        Raises:
+            ProtocolError: The worker has to go.
+        """
+        if self._stream is not stream:
+            return
+        self.core.receive(message, self._clock())
+        self._store.renew(self._scope, self.core.live_entries)
+        if message.HasField("drain"):
+            self._begin_drain(message.drain)
+        self._wake.set()
+
+    def _begin_drain(self, drain: worker_pb2.Drain) -> None:
+        grace_s = max(0.0, drain.grace.ToNanoseconds() / 1e9)
+        # Before the worker's own end of grace, so that the requests move in order and unmarked.
+        ends_at = self._clock() + max(0.0, grace_s - min(1.0, grace_s / 10))
+        self._drain_ends_at = min(self._drain_ends_at, ends_at)
+        logger.info("drain: replica=%s grace_s=%.1f", self.replica_id, grace_s)
+        self._owner.withdraw_waiting(self)
+
+    async def _run(self) -> None:
+        """Until the stream ends: whatever there is to send, then sleep until there is more."""
+        while self._stream is not None:
+            self._wake.clear()
+            now = self._clock()
+            try:
+                self.core.check(now)
+            except ProtocolError as error:
+                self._owner.lose(self, error, lost=True)
+                return
+            self.core.order_steps(now)
+            if self.core.draining and (self.core.is_idle or now >= self._drain_ends_at):
+                self._owner.lose(self, None, lost=False)
+                return
+            self._arm_timer(min(self.core.next_check(), self._drain_ends_at) - now)
+            await self._wake.wait()
+
+    def _arm_timer(self, delay_s: float) -> None:
+        # A timer that fires early costs one look at the clock, so it is moved only to be earlier:
+        # every message renews the lease, and none of them has to touch the timer.
+        loop = asyncio.get_running_loop()
+        when = loop.time() + max(0.0, delay_s)
+        if self._timer is not None:
+            if self._timer.when() <= when:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(when, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._wake.set()
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        """Takes new sequences now."""
+        return self._stream is not None and not self.core.draining
+
+    @property
+    def queued_tokens(self) -> int:
+        return self.core.unstarted_tokens
+
+    @property
+    def num_live(self) -> int:
+        return self.core.num_running + self.core.num_waiting
+
+    def fits(self, num_total_tokens: int, num_sequences: int) -> bool:
+        """Whether so many sequences of this length can ever run here together."""
+        return self._scheduler.fits(num_total_tokens, num_sequences)
+
+    def num_hit_tokens(self, request: Request) -> int:
+        """Tokens of the request whose KV is here already. Changes nothing."""
+        return self._scheduler.count_cached_tokens(request)
+
+    def add(self, request: Request) -> None:
+        """Take a request; its first step goes out once the loop has come round."""
+        self.core.add(request)
+        self._wake.set()
+
+    def abort(self, request: Request) -> None:
+        """Forget a request in any state."""
+        self.core.abort(request)
+        self._wake.set()
+
+    def finish(
+        self, sequence: RequestSequence, *, num_output_tokens: int, reason: FinishReason
+    ) -> None:
+        """End a sequence at a stop string."""
+        self.core.finish(sequence, num_output_tokens=num_output_tokens, reason=reason)
+        self._wake.set()
+
+    # ---- output of the core --------------------------------------------------------------------
+
+    def send(self, message: worker_pb2.ControlMessage) -> None:
+        """Pass a message of the core on to the worker."""
+        if self._stream is not None:
+            self._stream.send(message)
+
+    def advance(self, update: StepUpdate) -> None:
+        """Pass tokens of the core on."""
+        self._owner.advance(update)
+
+    def fail(self, request: Request, error: ServingError) -> None:
+        """Pass a failure of the core on."""
+        self._owner.fail(request, error)
+
+    def index_changed(self, changes: Mapping[BlockId, tuple[BlockHash, Version] | None]) -> None:
+        """Pass confirmed index entries of the core on."""
+        self._store.record(self._scope, changes)
+
+    # ---- stats ---------------------------------------------------------------------------------
+
+    def snapshot(self) -> ReplicaSnapshot:
+        """The replica as GetStats shows it."""
+        core, scheduler, counters = self.core, self._scheduler, self.core.counters
+        return ReplicaSnapshot(
+            replica_id=self.replica_id,
+            model=self.model.name,
+            workers=self._worker_snapshots(),
+            usable_blocks=scheduler.num_usable_blocks,
+            free_blocks=scheduler.num_free_blocks,
+            cached_blocks=scheduler.num_cached_blocks,
+            num_requests_running=core.num_running,
+            num_requests_waiting=core.num_waiting,
+            sent_version=core.sent_version,
+            confirmed_version=core.confirmed_version,
+            replica_epoch=self.shape.replica_epoch.hex(),
+            block_size=self.shape.geometry.block_size,
+            prefix_queries=scheduler.num_prefix_queries,
+            prefix_hits=scheduler.num_prefix_hits,
+            num_preemptions=scheduler.num_preemptions,
+            num_resets=counters.num_resets,
+            replayed_tokens=counters.replayed_tokens,
+            plans_sent=counters.plans_sent,
+            plan_bytes=counters.plan_bytes,
+            lookahead=core.config.lookahead,
+            generation_tokens=counters.generation_tokens,
+            prompt_tokens_sent=counters.prompt_tokens_sent,
+            ready=self.is_ready,
+        )
+
+    def _worker_snapshots(self) -> tuple[WorkerSnapshot, ...]:
+        facts = self.facts
+        if facts is None:
+            return ()
+        return (
+            WorkerSnapshot(
+                worker_id=facts.worker_id,
+                rank=facts.rank,
+                epoch=facts.epoch.hex(),
+                backend=facts.backend,
+                device=facts.device,
+                last_message_ms=int((self._clock() - self.core.last_heard) * 1000),
+                draining=self.core.draining,
+                peer=facts.peer,
+            ),
+        )

@@ -1,0 +1,438 @@
+"""One replica's control stream as a state machine: messages in, messages and tokens out.
+
+Owns: versions, the window of unconfirmed steps, Resets and their count, the mark that a loss leaves
+on a request, lease and step timeout, and that replica's Scheduler. Does not know grpc, asyncio,
+clocks (time is an argument), other replicas, or clients.
+
+A ProtocolError out of any method means: end this worker's stream with it, then `detach`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Protocol
+
+from control_plane.errors import Code, ProtocolError, ReplayLimitError, ServingError
+from control_plane.plan import count_prompt_tokens, decode_step_result, encode_plan, malformed
+from control_plane.request import Version
+from control_plane.scheduled_step import ResultMismatchError
+from protos.pagewire.v1 import worker_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from control_plane.request import BlockHash, BlockId, FinishReason, Request
+    from control_plane.request import Sequence as RequestSequence
+    from control_plane.scheduled_step import ScheduledStep, StepUpdate
+    from control_plane.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+# A request fails at its third loss (of the worker, or StepFailed) while in flight. From its second
+# on the scheduler runs it alone, so that it can take nobody along.
+MAX_LOSSES = 3
+# Resets that answer the worker, without a confirmed step between them, that end its stream.
+MAX_RESETS_IN_A_ROW = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What one replica's engine goes by. Times in seconds.
+
+    Attributes:
+        lookahead: Steps ordered beyond the one whose result is awaited.
+        vocab_size: Token ids of results are below it.
+        lease_s: Silence after which the worker counts as gone.
+        step_timeout_s: Longest time for one step; counts from when the worker could begin it.
+        audit_interval_s: Least time between two audits of an idle pool.
+    """
+
+    lookahead: int
+    vocab_size: int
+    lease_s: float
+    step_timeout_s: float
+    audit_interval_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lookahead <= 64:
+            raise ValueError(f"lookahead must be in [0, 64], got {self.lookahead}")
+        for name in ("lease_s", "step_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+class EngineOutput(Protocol):
+    """Where the core's messages and news go. No method may block or call back into the core."""
+
+    def send(self, message: worker_pb2.ControlMessage) -> None:
+        """Put a message on the worker's stream, behind all earlier ones."""
+        ...
+
+    def advance(self, update: StepUpdate) -> None:
+        """A step was confirmed: new tokens and ends."""
+        ...
+
+    def fail(self, request: Request, error: ServingError) -> None:
+        """The request is forgotten by this replica and must not be replayed."""
+        ...
+
+    def index_changed(self, changes: Mapping[BlockId, tuple[BlockHash, Version] | None]) -> None:
+        """Permanent entries of the prefix index came or went."""
+        ...
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Since the engine was built."""
+
+    plans_sent: int = 0
+    plan_bytes: int = 0
+    prompt_tokens_sent: int = 0
+    replayed_tokens: int = 0
+    num_resets: int = 0
+    num_nacks: int = 0
+    num_step_failures: int = 0
+    num_stale_messages: int = 0
+    generation_tokens: int = 0
+    device_time_us: int = 0
+
+
+class EngineCore:
+    """Orders steps of one replica. Outlives a stream as long as the replica's epoch lasts.
+
+    Life: `attach` → any of `add`, `abort`, `finish`, `receive`, `order_steps`, `check` → `detach`
+    → `attach` again, or nothing. Between `detach` and `attach` it holds no request.
+    """
+
+    def __init__(self, config: EngineConfig, scheduler: Scheduler, output: EngineOutput) -> None:
+        """Take over a scheduler that holds no request."""
+        self.config = config
+        self.scheduler = scheduler
+        self.counters = EngineCounters()
+        self.attached = False
+        self.draining = False
+        self.last_heard = 0.0
+        self.sent_version = 0
+        self.confirmed_version = 0
+        self._output = output
+        self._reset_version = 0
+        # Versions of the plans sent and not confirmed, and since when the oldest can be running.
+        self._in_flight: deque[int] = deque()
+        self._step_since = 0.0
+        self._resets_in_a_row = 0
+        self._last_audit = float("-inf")
+        # Tokens to compute of requests that have not produced any yet, for the router.
+        self._unstarted: dict[str, int] = {}
+        self.unstarted_tokens = 0
+
+    # ---- the stream ----------------------------------------------------------------------------
+
+    def attach(self, applied_version: int, now: float) -> None:
+        """Begin on a new stream: the Reset behind its Welcome.
+
+        Args:
+            applied_version: The highest of any rank's.
+            now: Monotonic seconds, as everywhere.
+        """
+        self.attached = True
+        self.draining = False
+        self.last_heard = now
+        self._resets_in_a_row = 0
+        self.sent_version = max(self.sent_version, applied_version)
+        self._send_reset()
+
+    def detach(self, *, lost: bool) -> list[Request]:
+        """The stream has ended: give up every request.
+
+        Args:
+            lost: Whether requests in flight carry a mark for it; not on an orderly departure.
+
+        Returns:
+            The live requests for another replica, in arrival order. Those at their last loss
+            are not among them: they have failed.
+        """
+        self.attached = False
+        if lost:
+            self._mark_lost(self.scheduler.requests_in_flight())
+        self._in_flight.clear()
+        requests = self.scheduler.evacuate()
+        self._unstarted.clear()
+        self.unstarted_tokens = 0
+        return requests
+
+    def receive(self, message: worker_pb2.WorkerMessage, now: float) -> None:
+        """Take one message of the worker.
+
+        Raises:
+            ProtocolError: It cannot be read, has no place here, or was one Reset too many.
+        """
+        self.last_heard = now
+        kind = message.WhichOneof("message")
+        if kind == "step_result":
+            self._on_step_result(message.step_result, now)
+        elif kind == "nack":
+            self._on_nack(message.nack)
+        elif kind == "step_failed":
+            self._on_step_failed(message.step_failed)
+        elif kind == "heartbeat":
+            pass
+        elif kind == "drain":
+            self.draining = True
+        elif kind is None:
+            raise malformed("message", "no known kind of message is set")
+        else:
+            raise ProtocolError(
+                "UNEXPECTED_MESSAGE",
+                f"A message of kind {kind} has no place at this point of the stream.",
+                code=Code.INVALID_ARGUMENT,
+                kind=kind,
+            )
+
+    def order_steps(self, now: float) -> None:
+        """Send plans until the window is full or there is nothing to compute."""
+        if not self.attached:
+            return
+        while len(self._in_flight) <= self.config.lookahead:
+            step = self.scheduler.schedule(Version(self.sent_version + 1))
+            if step is None:
+                break
+            self._send_plan(step, now)
+        if self.is_idle and now - self._last_audit >= self.config.audit_interval_s:
+            self._last_audit = now
+            self.scheduler.audit()
+
+    def check(self, now: float) -> None:
+        """Look at the clock.
+
+        Raises:
+            ProtocolError: LEASE_EXPIRED or STEP_TIMEOUT.
+        """
+        if now - self.last_heard >= self.config.lease_s:
+            raise ProtocolError(
+                "LEASE_EXPIRED",
+                f"No message for {now - self.last_heard:.1f} s; the lease is "
+                f"{self.config.lease_s:g} s.",
+                code=Code.DEADLINE_EXCEEDED,
+                lease_s=self.config.lease_s,
+            )
+        if self._in_flight and now - self._step_since >= self.config.step_timeout_s:
+            raise ProtocolError(
+                "STEP_TIMEOUT",
+                f"Plan {self._in_flight[0]} is unconfirmed after {now - self._step_since:.1f} s; "
+                f"the limit is {self.config.step_timeout_s:g} s.",
+                code=Code.DEADLINE_EXCEEDED,
+                version=self._in_flight[0],
+                step_timeout_s=self.config.step_timeout_s,
+            )
+
+    def next_check(self) -> float:
+        """When `check` may have something to say, if nothing happens before."""
+        lease = self.last_heard + self.config.lease_s
+        if not self._in_flight:
+            return lease
+        return min(lease, self._step_since + self.config.step_timeout_s)
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Take a request, new or to be replayed."""
+        num_tokens = request.prompt_token_ids.size + sum(
+            len(sequence.output_token_ids) for sequence in request.sequences
+        )
+        self._unstarted[request.req_id] = num_tokens
+        self.unstarted_tokens += num_tokens
+        self.scheduler.add(request)
+
+    def abort(self, request: Request) -> None:
+        """Forget a request in any state; its blocks are free for the next plan."""
+        self._started(request)
+        self.scheduler.abort(request)
+
+    def withdraw_waiting(self) -> list[Request]:
+        """Give up the requests that never ran, because the worker takes nothing new.
+
+        The others come back by replay, like after any Reset.
+        """
+        if not self.scheduler.num_waiting:
+            return []
+        requests = self.scheduler.evacuate()
+        self._send_reset()
+        waiting: list[Request] = []
+        for request in requests:
+            if any(sequence.num_admissions for sequence in request.live_sequences):
+                self.scheduler.add(request)
+            else:
+                self._started(request)
+                waiting.append(request)
+        return waiting
+
+    def live_entries(self) -> dict[BlockId, tuple[BlockHash, Version]]:
+        """All permanent entries of the prefix index."""
+        return self.scheduler.kv_cache_manager.pool.permanent_entries()
+
+    def finish(
+        self, sequence: RequestSequence, *, num_output_tokens: int, reason: FinishReason
+    ) -> None:
+        """End a sequence where its client's stop string begins; later tokens are dropped."""
+        self.scheduler.finish(sequence, num_output_tokens=num_output_tokens, reason=reason)
+        if sequence.request.is_finished:
+            self._started(sequence.request)
+
+    @property
+    def num_running(self) -> int:
+        return self.scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self.scheduler.num_waiting
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans sent and not confirmed."""
+        return len(self._in_flight)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing to compute and nothing awaited."""
+        return not (self._in_flight or self.scheduler.has_work)
+
+    # ---- messages of the worker ----------------------------------------------------------------
+
+    def _on_step_result(self, message: worker_pb2.StepResult, now: float) -> None:
+        columns = decode_step_result(message, vocab_size=self.config.vocab_size)
+        if columns.version <= self._reset_version:
+            self.counters.num_stale_messages += 1
+            return
+        oldest = self._in_flight[0] if self._in_flight else None
+        if columns.version != oldest or columns.step != 0:
+            self._answer_with_reset(
+                f"result of plan {columns.version} step {columns.step}, expected {oldest} step 0"
+            )
+            return
+        try:
+            update = self.scheduler.update(
+                Version(columns.version),
+                columns.step,
+                columns.counts,
+                columns.token_ids,
+                columns.finished_rows,
+                columns.finish_reasons,
+            )
+        except ResultMismatchError as error:
+            self._answer_with_reset(str(error))
+            return
+        self._in_flight.popleft()
+        # The next one is what the worker runs now.
+        self._step_since = now
+        self.confirmed_version = columns.version
+        self._resets_in_a_row = 0
+        self.counters.generation_tokens += len(update.token_ids)
+        self.counters.device_time_us += columns.device_time_us
+        self._count_started(update)
+        changes = self.scheduler.kv_cache_manager.pool.take_changes()
+        if changes:
+            self._output.index_changed(changes)
+        self._output.advance(update)
+
+    def _on_nack(self, nack: worker_pb2.Nack) -> None:
+        if nack.version <= self._reset_version:
+            self.counters.num_stale_messages += 1
+            return
+        self.counters.num_nacks += 1
+        self._answer_with_reset(f"plan {nack.version} refused: {nack.status.message[:500]}")
+
+    def _on_step_failed(self, failed: worker_pb2.StepFailed) -> None:
+        if failed.version <= self._reset_version:
+            self.counters.num_stale_messages += 1
+            return
+        self.counters.num_step_failures += 1
+        blamed = self.scheduler.requests_in_flight()
+        # Closed before anything else, so that losing the replica over it marks nobody twice.
+        self.scheduler.reset()
+        self._in_flight.clear()
+        self._mark_lost(blamed)
+        self._answer_with_reset(
+            f"step of plan {failed.version} failed: {failed.status.message[:500]}"
+        )
+
+    def _answer_with_reset(self, cause: str) -> None:
+        """Close everything in flight as never run; the live sequences are replayed."""
+        self._resets_in_a_row += 1
+        logger.warning(
+            "reset: sent_version=%d confirmed_version=%d in_a_row=%d cause=%s",
+            self.sent_version,
+            self.confirmed_version,
+            self._resets_in_a_row,
+            cause,
+        )
+        if self._resets_in_a_row >= MAX_RESETS_IN_A_ROW:
+            raise ProtocolError(
+                "TOO_MANY_RESETS",
+                f"{self._resets_in_a_row} times in a row the answer had to be a Reset, with no "
+                f"confirmed step between. The last cause: {cause}",
+                limit=MAX_RESETS_IN_A_ROW,
+            )
+        self.scheduler.reset()
+        self._send_reset()
+
+    # ---- messages to the worker ----------------------------------------------------------------
+
+    def _send_reset(self) -> None:
+        self.sent_version += 1
+        self._reset_version = self.sent_version
+        self.confirmed_version = self.sent_version
+        self._in_flight.clear()
+        self.counters.num_resets += 1
+        self._output.send(
+            worker_pb2.ControlMessage(reset=worker_pb2.Reset(version=self.sent_version))
+        )
+
+    def _send_plan(self, step: ScheduledStep, now: float) -> None:
+        message = worker_pb2.ControlMessage(plan=encode_plan(step))
+        self.sent_version = int(step.version)
+        if not self._in_flight:
+            self._step_since = now
+        self._in_flight.append(self.sent_version)
+        self.counters.plans_sent += 1
+        self.counters.plan_bytes += message.ByteSize()
+        self.counters.prompt_tokens_sent += count_prompt_tokens(step)
+        self.counters.replayed_tokens += _count_replayed(step)
+        self._output.send(message)
+
+    # ---- losses --------------------------------------------------------------------------------
+
+    def _mark_lost(self, requests: Iterable[Request]) -> None:
+        """Count a loss for each; fail those at their last one."""
+        for request in requests:
+            request.num_losses += 1
+            if request.num_losses >= MAX_LOSSES:
+                self.abort(request)
+                self._output.fail(request, _replay_limit(request))
+
+    def _count_started(self, update: StepUpdate) -> None:
+        if self._unstarted:
+            for sequence in chain(update.sequences, update.finished):
+                self._started(sequence.request)
+
+    def _started(self, request: Request) -> None:
+        self.unstarted_tokens -= self._unstarted.pop(request.req_id, 0)
+
+
+def _count_replayed(step: ScheduledStep) -> int:
+    return sum(
+        added.token_ids.size - added.num_computed_tokens
+        for added in step.added
+        if added.sequence.num_admissions > 1
+    )
+
+
+def _replay_limit(request: Request) -> ReplayLimitError:
+    return ReplayLimitError(
+        f"The request was in flight at {request.num_losses} lost workers or failed steps, which "
+        f"is the limit; its last retry ran alone. Something in it seems to break the worker.",
+        num_losses=request.num_losses,
+        limit=MAX_LOSSES,
+    )

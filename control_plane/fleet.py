@@ -1,0 +1,322 @@
+"""The replicas of this control plane: who may attach, and what happens when one goes.
+
+Owns: the registry of engines, the pinned KV geometry of each model, the term. Does not know
+requests' clients, grpc, or how a step is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+from control_plane.engine import Engine
+from control_plane.engine_core import EngineConfig
+from control_plane.errors import Code, InvariantError, ProtocolError, ShuttingDownError
+from control_plane.prefix_store import PrefixScope
+from control_plane.replica import (
+    ReplicaShape,
+    build_scheduler,
+    check_geometry,
+    geometry_mismatch,
+    match_model,
+)
+from control_plane.term import Term
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from control_plane.cluster_config import ClusterConfig
+    from control_plane.engine import WorkerStream
+    from control_plane.errors import ServingError
+    from control_plane.failure import Failure
+    from control_plane.prefix_store import PrefixStore
+    from control_plane.replica import KvGeometry, WorkerFacts
+    from control_plane.request import Request
+    from control_plane.scheduled_step import StepUpdate
+    from control_plane.served_model import ServedModel
+    from protos.pagewire.v1 import worker_pb2
+
+logger = logging.getLogger(__name__)
+
+# A lost replica keeps its pool and index this long, in case the same KV memory comes back.
+_KEEP_LOST_S = 300.0
+
+
+class RequestOwner(Protocol):
+    """Who answers for requests: the cluster."""
+
+    def advance(self, update: StepUpdate) -> None:
+        """A step was confirmed."""
+        ...
+
+    def fail(self, request: Request, error: ServingError) -> None:
+        """A request must not be replayed any more."""
+        ...
+
+    def replay(self, requests: Iterable[Request]) -> None:
+        """Find other places for requests whose replica is gone or takes nothing new."""
+        ...
+
+    def replica_ready(self) -> None:
+        """A replica attached."""
+        ...
+
+    def step_back(self) -> None:
+        """Another control plane is active: take nothing new."""
+        ...
+
+
+class Fleet:
+    """Engines by replica id, attached or lost a moment ago."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        models: Iterable[ServedModel],
+        store: PrefixStore,
+        *,
+        requests: RequestOwner,
+        failure: Failure,
+        clock: Callable[[], float],
+    ) -> None:
+        """Build an empty fleet."""
+        self._config = config
+        self._models = tuple(models)
+        self._store = store
+        self._requests = requests
+        self._failure = failure
+        self._clock = clock
+        self._engines: dict[str, Engine] = {}
+        self._geometries: dict[str, KvGeometry] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_open = True
+        self.term = Term(config.shard, store, gather_s=config.term_gather_s)
+        self.num_lost = 0
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(self._engines.values())
+
+    def ready(self, model: ServedModel) -> list[Engine]:
+        """Engines of the model that take new sequences now."""
+        return [e for e in self._engines.values() if e.is_ready and e.model is model]
+
+    def close(self) -> None:
+        """Refuse workers from now on; attached ones stay."""
+        self._is_open = False
+
+    async def stop(self) -> None:
+        """End every worker's stream and wait for the engines' tasks."""
+        self.close()
+        for engine in list(self._engines.values()):
+            self.lose(engine, shutting_down(), lost=False)
+        await self.term.close()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    # ---- attaching -----------------------------------------------------------------------------
+
+    async def attach(self, facts: WorkerFacts, stream: WorkerStream) -> Engine:
+        """Make a checked worker part of the fleet; from here on its engine sends.
+
+        Raises:
+            ServingError: The worker is refused, and why.
+        """
+        model = match_model(facts, self._models)
+        self._check_geometry(facts, model)
+        term = await self.term.settle(facts.highest_term)
+        # From here on nothing awaits: what is checked stays true until the engine is attached.
+        if not self._is_open:
+            raise shutting_down()
+        if facts.highest_term > term:
+            raise self._step_back(facts, term)
+        self._check_geometry(facts, model)
+        self._check_rank_free(facts)
+        self._supersede(facts)
+        self._geometries[model.name] = facts.geometry
+        engine = self._engine_for(facts, model)
+        task = engine.attach(facts, stream, term=term)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+        logger.info(
+            "worker attached: worker=%s replica=%s model=%s num_blocks=%d term=%d stream=%s",
+            facts.worker_id,
+            facts.replica_id,
+            model.name,
+            facts.num_blocks,
+            term,
+            stream.stream_id,
+        )
+        self._requests.replica_ready()
+        return engine
+
+    def _check_geometry(self, facts: WorkerFacts, model: ServedModel) -> None:
+        config, geometry = self._config, facts.geometry
+        for field, expected in (("block_size", config.block_size), ("dtype", config.kv_dtype)):
+            actual = getattr(geometry, field)
+            if expected is not None and actual != expected:
+                raise geometry_mismatch(field, actual, expected, model=model.name)
+        pinned = self._geometries.get(model.name)
+        if pinned is not None:
+            check_geometry(geometry, pinned, model=model.name)
+
+    def _check_rank_free(self, facts: WorkerFacts) -> None:
+        engine = self._engines.get(facts.replica_id)
+        holder = engine.facts if engine is not None else None
+        if holder is not None and holder.worker_id != facts.worker_id:
+            raise ProtocolError(
+                "RANK_TAKEN",
+                f"Rank {facts.rank} of replica {facts.replica_id} is held by worker "
+                f"{holder.worker_id} at {holder.peer}. Give each replica its own id.",
+                code=Code.ALREADY_EXISTS,
+                replica_id=facts.replica_id,
+                rank=facts.rank,
+                holder=holder.worker_id,
+            )
+
+    def _supersede(self, facts: WorkerFacts) -> None:
+        for engine in list(self._engines.values()):
+            if engine.facts is not None and engine.facts.worker_id == facts.worker_id:
+                error = ProtocolError(
+                    "SUPERSEDED",
+                    f"Worker {facts.worker_id} attached again from {facts.peer}; the newest "
+                    f"stream wins.",
+                    code=Code.ABORTED,
+                    worker_id=facts.worker_id,
+                )
+                self.lose(engine, error, lost=True)
+
+    def _step_back(self, facts: WorkerFacts, term: int) -> ProtocolError:
+        logger.error(
+            "a newer control plane is active: worker=%s highest_term=%d term=%d",
+            facts.worker_id,
+            facts.highest_term,
+            term,
+        )
+        self._requests.step_back()
+        return ProtocolError(
+            "HIGHER_TERM_SEEN",
+            f"The worker has seen term {facts.highest_term}; this control plane has term {term} "
+            f"and steps back.",
+            code=Code.ABORTED,
+            highest_term=facts.highest_term,
+            term=term,
+        )
+
+    def _engine_for(self, facts: WorkerFacts, model: ServedModel) -> Engine:
+        """The replica's engine: as it was if the same KV memory came back, else an empty one."""
+        self.forget_long_lost()
+        shape = ReplicaShape.of_ranks([facts])
+        engine = self._engines.get(facts.replica_id)
+        if engine is not None and engine.shape == shape:
+            return engine
+        config = self._config
+        engine = Engine(
+            replica_id=facts.replica_id,
+            model=model,
+            shape=shape,
+            config=EngineConfig(
+                lookahead=config.lookahead,
+                vocab_size=model.vocab_size,
+                lease_s=config.lease_s,
+                step_timeout_s=config.step_timeout_s,
+                audit_interval_s=config.audit_interval_s,
+            ),
+            scheduler=build_scheduler(shape, model, config),
+            store=self._store,
+            scope=PrefixScope(config.deployment, facts.model_fingerprint, shape.replica_epoch),
+            owner=self,
+            clock=self._clock,
+        )
+        self._engines[facts.replica_id] = engine
+        return engine
+
+    # ---- leaving -------------------------------------------------------------------------------
+
+    def receive(
+        self, engine: Engine, stream: WorkerStream, message: worker_pb2.WorkerMessage
+    ) -> None:
+        """Take one message of a worker. Whatever it is, it can only cost that worker its stream."""
+        try:
+            engine.receive(stream, message)
+        except ProtocolError as error:
+            self.lose(engine, error, lost=True)
+        except InvariantError as error:
+            self._failure.record(error)
+            raise
+        except Exception:
+            # A defect of ours that this message found. What the engine holds may be half changed;
+            # the token logs are not, so the requests go elsewhere and the engine is not kept.
+            logger.exception("unplanned failure: replica=%s", engine.replica_id)
+            error = ProtocolError(
+                "INTERNAL", "Internal error; see the control plane's log.", code=Code.INTERNAL
+            )
+            self.lose(engine, error, lost=True)
+            self._engines.pop(engine.replica_id, None)
+
+    def stream_closed(self, engine: Engine, stream: WorkerStream) -> None:
+        """The worker's end of its stream is gone."""
+        if engine.is_on(stream):
+            self.lose(engine, None, lost=not engine.core.draining)
+
+    def lose(self, engine: Engine, error: ServingError | None, *, lost: bool) -> None:
+        """End the stream of an engine's worker, then replay its requests elsewhere. Idempotent.
+
+        Args:
+            engine: Whose worker has to go, or has gone.
+            error: What the stream ends with; OK if there is none.
+            lost: Whether requests in flight carry a mark for it.
+        """
+        facts = engine.facts
+        if facts is None:
+            return
+        with self._failure.guard():
+            requests = engine.detach(error, lost=lost)
+        self.num_lost += lost
+        logger.log(
+            logging.WARNING if lost else logging.INFO,
+            "worker gone: worker=%s replica=%s requests=%d cause=%s",
+            facts.worker_id,
+            facts.replica_id,
+            len(requests),
+            "its stream ended" if error is None else f"{error.reason}: {error.message}",
+        )
+        self._requests.replay(requests)
+
+    def forget_long_lost(self) -> None:
+        """Let go of pools whose KV memory will hardly come back."""
+        horizon = self._clock() - _KEEP_LOST_S
+        for engine in list(self._engines.values()):
+            if engine.facts is None and engine.lost_at < horizon:
+                del self._engines[engine.replica_id]
+
+    # ---- what engines report -------------------------------------------------------------------
+
+    def advance(self, update: StepUpdate) -> None:
+        """Pass tokens on."""
+        self._requests.advance(update)
+
+    def fail(self, request: Request, error: ServingError) -> None:
+        """Pass a failure on."""
+        self._requests.fail(request, error)
+
+    def withdraw_waiting(self, engine: Engine) -> None:
+        """A drain began: what has no row there goes elsewhere."""
+        with self._failure.guard():
+            requests = engine.core.withdraw_waiting()
+        self._requests.replay(requests)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # An engine's task handles what its worker can cause; anything else is our own defect.
+            logger.critical("engine failed: task=%s", task.get_name(), exc_info=error)
+            self._failure.record(error)
+
+
+def shutting_down() -> ShuttingDownError:
+    """The answer to everybody once this control plane is on its way out."""
+    return ShuttingDownError(
+        "This control plane is shutting down. Try again; another one may take over.",
+        retry_after_s=1.0,
+    )

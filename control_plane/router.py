@@ -1,0 +1,80 @@
+"""Which replica takes a request. Pure.
+
+Owns the cost. Does not know streams, time, or how a replica finds a prefix.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from control_plane.request import Request
+
+
+class Candidate(Protocol):
+    """A ready replica, as far as the choice is concerned."""
+
+    @property
+    def replica_id(self) -> str: ...
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens to compute before a new request's turn: those of requests without any output."""
+        ...
+
+    @property
+    def num_live(self) -> int:
+        """Requests it holds, running or waiting."""
+        ...
+
+    def fits(self, num_total_tokens: int, num_sequences: int) -> bool:
+        """Whether so many sequences of this length can ever run there together."""
+        ...
+
+    def num_hit_tokens(self, request: Request) -> int:
+        """Tokens of the request whose KV is there already. Changes nothing."""
+        ...
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+def choose(request: Request, candidates: Iterable[C]) -> C | None:
+    """The replica with the least to compute until the request's next token.
+
+    cost = uncached tokens of the request + queued tokens; equal costs go to the less loaded, then
+    to the first by id, so that the choice is the same in every run.
+
+    Returns:
+        None if it fits nowhere.
+    """
+    live = request.live_sequences
+    fitting = [c for c in candidates if c.fits(request.max_total_tokens, len(live))]
+    if len(fitting) <= 1:
+        return fitting[0] if fitting else None
+    num_tokens = sum(sequence.num_tokens for sequence in live)
+    return min(
+        fitting,
+        key=lambda c: (
+            num_tokens - c.num_hit_tokens(request) + c.queued_tokens,
+            c.num_live,
+            c.replica_id,
+        ),
+    )
+
+
+def longest_fit(candidates: Iterable[Candidate], num_sequences: int, *, limit: int) -> int:
+    """The most tokens, up to `limit`, that so many sequences can have on some candidate; or 0."""
+    longest = 0
+    for candidate in candidates:
+        low, high = longest, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            if candidate.fits(middle, num_sequences):
+                low = middle
+            else:
+                high = middle - 1
+        longest = low
+    return longest
