@@ -16,11 +16,11 @@ Does not know: tokens' meaning, text, streams, time, the worker beyond its rows 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from control_plane.admission import Admission
 from control_plane.errors import InvariantError, RequestTooLongError
 from control_plane.request import FinishReason, Request, Sequence, Version
 from control_plane.running_batch import InFlightStep, RunningBatch
@@ -30,8 +30,8 @@ from control_plane.scheduled_step import (
     ScheduledStep,
     StepUpdate,
 )
-from control_plane.step_result import check_result
-from control_plane.waiting_queue import WaitingQueue
+from control_plane.scheduler_config import SchedulerConfig
+from control_plane.step_result import check_result, resolve_tokens
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,45 +47,8 @@ __all__ = [
     "StepUpdate",
 ]
 
-# A request that was in flight at so many losses is retried alone: it may be their cause.
-_RETRY_ALONE_AT = 2
-# Tokens after which it is believed not to be: more than any lookahead window holds steps.
-_PROBATION_TOKENS = 8
-
 _NO_ROWS: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 _NO_ROWS.setflags(write=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Limits of one replica's steps.
-
-    Attributes:
-        max_num_seqs: Rows of the worker's persistent batch.
-        max_num_batched_tokens: Most tokens in one step; at least max_num_seqs, so that every
-            decoding row always fits.
-        max_model_len: Longest sequence, prompt and output.
-        max_bypass: How many requests may be admitted past one that does not fit, and how many
-            of those that do not fit are looked at in one step.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    max_bypass: int = 16
-
-    def __post_init__(self) -> None:
-        if self.max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens must be at least max_num_seqs={self.max_num_seqs}, "
-                f"got {self.max_num_batched_tokens}"
-            )
-        if self.max_model_len < 2:
-            raise ValueError(f"max_model_len must be at least 2, got {self.max_model_len}")
-        if self.max_bypass < 0:
-            raise ValueError(f"max_bypass must not be negative, got {self.max_bypass}")
 
 
 def _rank(request: Request) -> tuple[int, int]:
@@ -98,25 +61,18 @@ class Scheduler:
 
     Attributes:
         num_preemptions: Sequences that lost their blocks to others.
-        num_prefix_queries: Tokens looked up in the prefix index at admissions.
-        num_prefix_hits: Tokens found there.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
         self.config = config
         self.kv_cache_manager = kv_cache_manager
         self.num_preemptions = 0
-        self.num_prefix_queries = 0
-        self.num_prefix_hits = 0
         self._batch = RunningBatch(config.max_num_seqs)
-        self._waiting = WaitingQueue()
-        # Output tokens at admission. A request is here from its admission to its preemption or end,
-        # even while none of its sequences has a row any more.
-        self._running: dict[Request, int] = {}
+        self._waiting = Admission(self._batch, kv_cache_manager, max_bypass=config.max_bypass)
+        # From admission to preemption or end, even while no sequence of it has a row any more.
+        self._running: dict[Request, None] = {}
         self._draining: dict[Request, Version] = {}  # the last plan in flight that computes for it
         self._prefilling: dict[Sequence, None] = {}
-        self._num_bypassed: dict[Request, int] = {}
-        self._alone: Request | None = None
         self._in_flight: deque[InFlightStep] = deque()
         self._last_version = 0
 
@@ -139,7 +95,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any live request is here."""
-        return bool(self._running or self._draining or self._waiting)
+        return bool(self._running or self._draining or len(self._waiting))
 
     @property
     def num_usable_blocks(self) -> int:
@@ -152,6 +108,16 @@ class Scheduler:
     @property
     def num_cached_blocks(self) -> int:
         return self.kv_cache_manager.pool.num_cached_blocks
+
+    @property
+    def num_prefix_queries(self) -> int:
+        """Tokens looked up in the prefix index at admissions."""
+        return self._waiting.num_prefix_queries
+
+    @property
+    def num_prefix_hits(self) -> int:
+        """Tokens found there."""
+        return self._waiting.num_prefix_hits
 
     def fits(self, num_total_tokens: int, num_sequences: int = 1) -> bool:
         """Whether a request of so many tokens per sequence, prompt and output, can ever run."""
@@ -206,7 +172,7 @@ class Scheduler:
             if sequence.num_tokens >= request.max_total_tokens:
                 sequence.finish_reason = FinishReason.LENGTH
         if not request.is_finished:
-            self._wait(request)
+            self._waiting.push(request)
 
     def abort(self, request: Request) -> None:
         """End all live sequences; their blocks are reusable from the next plan. Idempotent."""
@@ -238,12 +204,11 @@ class Scheduler:
             kv.free_row(batch.release(sequence))
         batch.clear()
         self._prefilling.clear()
-        self._alone = None
         replayed = [*self._running, *self._draining]
         self._running.clear()
         self._draining.clear()
         for request in replayed:
-            self._wait(request)
+            self._waiting.push(request)
 
     def evacuate(self) -> list[Request]:
         """The worker is lost: hand all live requests back, oldest first, and keep none.
@@ -252,10 +217,7 @@ class Scheduler:
         epoch is, and a new epoch gets a new scheduler.
         """
         self.reset()
-        requests = sorted(self._waiting, key=lambda request: request.arrival)
-        self._waiting = WaitingQueue()
-        self._num_bypassed.clear()
-        return requests
+        return self._waiting.drain()
 
     # Ordering a step.
 
@@ -289,8 +251,15 @@ class Scheduler:
         for sequence in sorted(self._prefilling, key=lambda s: (_rank(s.request), s.index)):
             budget -= self._schedule_chunk(sequence, budget, version, chunks)
         added: list[AddedSequence] = []
-        if self._waiting and not has_preempted:
-            self._admit(version, budget, added, chunks)
+        if len(self._waiting) and budget > 0 and not has_preempted:
+            for group in self._waiting.start(version, has_in_flight=bool(self._in_flight)):
+                self._running[group[0].sequence.request] = None
+                for one in group:
+                    self._prefilling[one.sequence] = None
+                    budget -= self._schedule_chunk(one.sequence, budget, version, chunks)
+                added += group
+                if budget <= 0:
+                    break
         if not rows.size and not chunks:
             return None
         self._last_version = version
@@ -391,108 +360,6 @@ class Scheduler:
         self._in_flight.append(step)
         return step
 
-    # Admission.
-
-    def _admit(
-        self,
-        version: Version,
-        budget: int,
-        added: list[AddedSequence],
-        chunks: dict[int, int],
-    ) -> None:
-        """Start waiting requests in their order while tokens, rows and blocks last."""
-        max_bypass = self.config.max_bypass
-        blocked: list[Request] = []
-        for request in self._waiting:
-            if budget <= 0 or not self._batch.num_free_rows or self._is_reserved_for_one():
-                break
-            hits = self._find_room(request, version)
-            if hits is None:
-                blocked.append(request)
-                if len(blocked) > max_bypass:
-                    break
-            else:
-                started = self._start(request, hits, version)
-                for one in started:
-                    budget -= self._schedule_chunk(one.sequence, budget, version, chunks)
-                added += started
-                for passed in blocked:
-                    self._num_bypassed[passed] = self._num_bypassed.get(passed, 0) + 1
-            if any(self._num_bypassed.get(passed, 0) >= max_bypass for passed in blocked):
-                break
-
-    def _is_reserved_for_one(self) -> bool:
-        """Whether a request is being retried alone."""
-        request = self._alone
-        if request is None:
-            return False
-        at_admission = self._running.get(request)
-        if at_admission is not None:
-            num_output = sum(len(s.output_token_ids) for s in request.sequences)
-            if num_output < at_admission + _PROBATION_TOKENS:
-                return True
-        self._alone = None
-        return False
-
-    def _find_room(self, request: Request, version: Version) -> list[list[int]] | None:
-        """The hits of every live sequence if all of them can start now, else None."""
-        batch, kv = self._batch, self.kv_cache_manager
-        if request.num_losses >= _RETRY_ALONE_AT and (len(batch) or self._in_flight):
-            return None
-        live = request.live_sequences
-        others_run = len(batch) > 0
-        if len(live) > batch.num_free_rows or (
-            others_run and kv.pool.num_free_blocks <= kv.watermark_blocks
-        ):
-            return None
-        hits: list[list[int]] = []
-        for sequence in live:
-            found, is_next_being_computed = kv.find_hits(sequence, version)
-            if is_next_being_computed:
-                # The next plan can share what this one computes.
-                return None
-            hits.append(found)
-        num_blocks = sum(kv.blocks_for(sequence.num_tokens) for sequence in live)
-        return hits if kv.can_admit(hits, num_blocks, leave_room=others_run) else None
-
-    def _start(
-        self, request: Request, hits: list[list[int]], version: Version
-    ) -> list[AddedSequence]:
-        """Give rows and blocks to all live sequences of a request."""
-        kv = self.kv_cache_manager
-        self._waiting.admit(request)
-        self._num_bypassed.pop(request, None)
-        self._running[request] = sum(len(s.output_token_ids) for s in request.sequences)
-        if request.num_losses >= _RETRY_ALONE_AT:
-            self._alone = request
-        for found in hits:
-            kv.touch(found)
-        started: list[AddedSequence] = []
-        for sequence, found in zip(request.live_sequences, hits, strict=True):
-            num_known, num_computed = sequence.num_tokens, len(found) * kv.block_size
-            row = self._batch.add(sequence, num_computed=num_computed, num_known=num_known)
-            table = kv.allocate_row(row, sequence, found, version)
-            self._prefilling[sequence] = None
-            self.num_prefix_queries += num_known
-            self.num_prefix_hits += num_computed
-            if sequence.num_admissions == 0:
-                sequence.num_cached_tokens = num_computed
-            else:
-                sequence.num_replays += 1
-                sequence.num_replayed_tokens += num_known - num_computed
-            sequence.num_admissions += 1
-            started.append(
-                AddedSequence(
-                    row=row,
-                    sequence=sequence,
-                    token_ids=sequence.token_ids(),
-                    num_computed_tokens=num_computed,
-                    block_ids=table,
-                    num_hit_blocks=len(found),
-                )
-            )
-        return started
-
     # Resolving a result.
 
     def update(
@@ -527,7 +394,7 @@ class Scheduler:
         self._in_flight.popleft()
         batch, kv = self._batch, self.kv_cache_manager
         kv.pool.confirm(version)
-        live_rows, update = self._resolve(ordered, counts, token_ids)
+        live_rows, update = resolve_tokens(ordered, batch, counts, token_ids)
         for sequence, token_id in zip(update.sequences, update.token_ids, strict=True):
             sequence.output_token_ids.append(token_id)
         batch.num_confirmed[live_rows] += 1
@@ -544,44 +411,13 @@ class Scheduler:
                 update.finished.append(sequence)
         for request in [r for r, last in self._draining.items() if last <= version]:
             del self._draining[request]
-            self._wait(request)
+            self._waiting.push(request)
         return update
-
-    def _resolve(
-        self, step: InFlightStep, counts: NDArray[np.uint8], token_ids: NDArray[np.int32]
-    ) -> tuple[NDArray[np.int32], StepUpdate]:
-        """Match tokens with live sequences; also the rows that still are what they were."""
-        rows, tokens = step.rows, token_ids.tolist()
-        has_all = len(tokens) == rows.size
-        if has_all and step.num_releases == self._batch.num_releases:
-            return rows, StepUpdate(sequences=step.sequences, token_ids=tokens)
-        is_stale = self._batch.incarnation[rows] != step.incarnations
-        left_out: set[int] = set()
-        num_dropped = 0
-        for index in np.flatnonzero(is_stale).tolist():
-            # A preempted sequence is stale but live: it gets its tokens.
-            if step.sequences[index].finish_reason is not None:
-                left_out.add(index)
-                num_dropped += int(counts[index])
-        if not has_all:
-            column = np.zeros(rows.size, dtype=np.int32)
-            column[counts != 0] = token_ids
-            tokens = column.tolist()
-            left_out.update(np.flatnonzero(counts == 0).tolist())
-        sequences = list(step.sequences)
-        for index in sorted(left_out, reverse=True):
-            del sequences[index], tokens[index]
-        update = StepUpdate(sequences=sequences, token_ids=tokens, num_dropped=num_dropped)
-        return rows[~is_stale & (counts != 0)], update
 
     # Moving between places.
 
     def _is_here(self, request: Request) -> bool:
         return request in self._running or request in self._draining or request in self._waiting
-
-    def _wait(self, request: Request) -> None:
-        has_started = any(s.num_admissions for s in request.live_sequences)
-        self._waiting.push(request, has_started=has_started)
 
     def _release(self, sequence: Sequence) -> None:
         """Take row and blocks of a sequence, if it has any."""
@@ -600,7 +436,7 @@ class Scheduler:
             if any(step.involves(sequence) for sequence in live):
                 self._draining[request] = step.version
                 return
-        self._wait(request)
+        self._waiting.push(request)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         """Finish a sequence wherever its request is; the last one takes the request with it."""
@@ -610,9 +446,7 @@ class Scheduler:
         if request.is_finished:
             self._running.pop(request, None)
             self._draining.pop(request, None)
-            self._num_bypassed.pop(request, None)
-            if request in self._waiting:
-                self._waiting.remove(request)
+            self._waiting.forget(request)
 
     def audit(self) -> None:
         """Check blocks, rows and places against each other.
@@ -622,7 +456,7 @@ class Scheduler:
         """
         self.kv_cache_manager.audit()
         self._batch.audit()
-        for request in (*self._running, *self._draining, *self._waiting):
+        for request in (*self._running, *self._draining, *self._waiting.requests()):
             places = (self._running, self._draining, self._waiting)
             if sum(request in place for place in places) != 1 or request.is_finished:
                 raise InvariantError(f"{request} is finished or in several places")

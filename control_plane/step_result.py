@@ -1,6 +1,6 @@
-"""Whether a worker's report on a step can be true, given what was ordered.
+"""What a worker's report on a step says, given what was ordered, and whether that can be true.
 
-Owns: that check. Does not know: what follows from a result; it changes nothing.
+Owns: the check, and whose tokens they are. Does not know: what follows; it changes nothing.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from control_plane.request import FinishReason
-from control_plane.scheduled_step import ResultMismatchError
+from control_plane.scheduled_step import ResultMismatchError, StepUpdate
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from control_plane.running_batch import InFlightStep
+    from control_plane.running_batch import InFlightStep, RunningBatch
 
 _DEVICE_REASONS = {
     int(reason): reason for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR)
@@ -71,6 +71,43 @@ def check_result(
                 f"plan {step.version}: row {row} reached its length limit and goes on"
             )
     return finished
+
+
+def resolve_tokens(
+    step: InFlightStep,
+    batch: RunningBatch,
+    counts: NDArray[np.uint8],
+    token_ids: NDArray[np.int32],
+) -> tuple[NDArray[np.int32], StepUpdate]:
+    """Match the tokens of a checked result with the sequences they belong to.
+
+    Returns:
+        The rows that got a token and still are what they were when the step was ordered, and who
+        got which token. Those of sequences that ended meanwhile are dropped.
+    """
+    rows = step.rows
+    tokens: list[int] = token_ids.tolist()
+    has_all = len(tokens) == rows.size
+    if has_all and step.num_releases == batch.num_releases:
+        return rows, StepUpdate(sequences=step.sequences, token_ids=tokens)
+    is_stale = batch.incarnation[rows] != step.incarnations
+    left_out: set[int] = set()
+    num_dropped = 0
+    for index in np.flatnonzero(is_stale).tolist():
+        # A preempted sequence is stale but live: it gets its tokens.
+        if step.sequences[index].finish_reason is not None:
+            left_out.add(index)
+            num_dropped += int(counts[index])
+    if not has_all:
+        column = np.zeros(rows.size, dtype=np.int32)
+        column[counts != 0] = token_ids
+        tokens = column.tolist()
+        left_out.update(np.flatnonzero(counts == 0).tolist())
+    sequences = list(step.sequences)
+    for index in sorted(left_out, reverse=True):
+        del sequences[index], tokens[index]
+    update = StepUpdate(sequences=sequences, token_ids=tokens, num_dropped=num_dropped)
+    return rows[~is_stale & (counts != 0)], update
 
 
 def _finished(
