@@ -27,7 +27,7 @@ from data_plane.input_batch import InputBatch, StepInputs
 from data_plane.kv_cache import allocate_kv_caches, plan_kv_cache
 from data_plane.memory_profile import measure_activation_bytes
 from data_plane.row_state import RowState
-from data_plane.sampler import SamplingBatch, sample
+from data_plane.sampler import NO_TOKEN, SamplingBatch, sample
 from data_plane.staging import StagingRing
 from data_plane.stop_check import finish_reasons, mask_stop_ids
 
@@ -320,8 +320,6 @@ class ModelRunner:
         stop_ids = self.row_state.stop_ids[:, :stop_width].index_select(0, rows)
         if has_min_tokens:
             mask_stop_ids(logits, stop_ids, sampled_index, state.column(rs.MIN_TOTAL))
-        # The maximum of a row is finite unless one is NaN or +inf, or no token is left.
-        is_usable = logits.amax(dim=1).isfinite()
         token_ids = sample(
             logits,
             SamplingBatch(
@@ -334,6 +332,7 @@ class ModelRunner:
                 position=sampled_index,
             ),
         ).int()
+        is_usable = token_ids != NO_TOKEN
         reasons = finish_reasons(
             token_ids,
             is_usable,

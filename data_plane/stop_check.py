@@ -27,7 +27,7 @@ def mask_stop_ids(
 
     Args:
         logits: [n, vocab_size] float32, changed in place.
-        stop_ids: [n, width] int32, -1 where unused.
+        stop_ids: [n, width] int32, -1 where unused; others are inside the vocabulary.
         sampled_index: [n] int32, index of the token about to be drawn.
         min_total: [n] int32, prompt + min_tokens.
     """
