@@ -70,7 +70,7 @@ class StreamOptions:
     grace_s: float = 30.0
     backoff_min_s: float = 0.1
     backoff_max_s: float = 5.0
-    keepalive_s: float = 10.0
+    keepalive_s: float = 5.0
 
     def __post_init__(self) -> None:
         if not 0 < self.backoff_min_s <= self.backoff_max_s:
@@ -89,6 +89,9 @@ class StreamOptions:
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.keepalive_time_ms", keepalive_ms),
             ("grpc.keepalive_timeout_ms", keepalive_ms),
+            # With grpcio 1.85 it is this one that ends a connection whose ping is not answered;
+            # the one above alone leaves it open for a minute.
+            ("grpc.http2.ping_timeout_ms", keepalive_ms),
             ("grpc.http2.max_pings_without_data", 0),
             # Every attempt connects anew at once: the delay between attempts is ours, not the
             # back-off of a connection shared with the last attempt's channel.

@@ -110,6 +110,8 @@ class StreamSession:
                     return ended.result()
             raise AssertionError("unreachable: one of them is done")
         finally:
+            # At once, not when the next stream is dialled.
+            self._steps.drop_unexecuted()
             self._protocol.stream_lost()
             tasks: list[asyncio.Task[StreamEnd | None]] = [writer, *enders]
             for task in tasks:

@@ -163,7 +163,7 @@ class FakeWorker:
         *,
         runner: FakeModelRunner | None = None,
         grace_s: float = 10.0,
-        keepalive_s: float = 10.0,
+        keepalive_s: float = 5.0,
         **identity: object,
     ) -> None:
         self.runner = runner or FakeModelRunner()
