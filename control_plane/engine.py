@@ -23,11 +23,10 @@ if TYPE_CHECKING:
     from control_plane.engine_core import EngineConfig
     from control_plane.errors import ServingError
     from control_plane.prefix_store import PrefixScope, PrefixStore
-    from control_plane.replica import ReplicaShape, WorkerFacts
+    from control_plane.replica import ReplicaScheduler, ReplicaShape, WorkerFacts
     from control_plane.request import BlockHash, BlockId, FinishReason, Request, Version
     from control_plane.request import Sequence as RequestSequence
     from control_plane.scheduled_step import StepUpdate
-    from control_plane.scheduler import Scheduler
     from control_plane.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ class Engine:
         model: ServedModel,
         shape: ReplicaShape,
         config: EngineConfig,
-        scheduler: Scheduler,
+        scheduler: ReplicaScheduler,
         store: PrefixStore,
         scope: PrefixScope,
         owner: EngineOwner,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from control_plane.request import BlockHash, BlockId, FinishReason, Request
     from control_plane.request import Sequence as RequestSequence
     from control_plane.scheduled_step import ScheduledStep, StepUpdate
-    from control_plane.scheduler import Scheduler
+    from control_plane.replica import ReplicaScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,9 @@ class EngineCore:
     → `attach` again, or nothing. Between `detach` and `attach` it holds no request.
     """
 
-    def __init__(self, config: EngineConfig, scheduler: Scheduler, output: EngineOutput) -> None:
+    def __init__(
+        self, config: EngineConfig, scheduler: ReplicaScheduler, output: EngineOutput
+    ) -> None:
         """Take over a scheduler that holds no request."""
         self.config = config
         self.scheduler = scheduler
@@ -252,22 +254,11 @@ class EngineCore:
         self.scheduler.abort(request)
 
     def withdraw_waiting(self) -> list[Request]:
-        """Give up the requests that never ran, because the worker takes nothing new.
-
-        The others come back by replay, like after any Reset.
-        """
-        if not self.scheduler.num_waiting:
-            return []
-        requests = self.scheduler.evacuate()
-        self._send_reset()
-        waiting: list[Request] = []
+        """Give up the requests that wait for a row, because the worker takes nothing new."""
+        requests = self.scheduler.withdraw_waiting()
         for request in requests:
-            if any(sequence.num_admissions for sequence in request.live_sequences):
-                self.scheduler.add(request)
-            else:
-                self._started(request)
-                waiting.append(request)
-        return waiting
+            self._started(request)
+        return requests
 
     def live_entries(self) -> dict[BlockId, tuple[BlockHash, Version]]:
         """All permanent entries of the prefix index."""
@@ -373,6 +364,8 @@ class EngineCore:
                 "TOO_MANY_RESETS",
                 f"{self._resets_in_a_row} times in a row the answer had to be a Reset, with no "
                 f"confirmed step between. The last cause: {cause}",
+                # Not for good: the worker may come back, and its requests carry their marks.
+                code=Code.ABORTED,
                 limit=MAX_RESETS_IN_A_ROW,
             )
         self.scheduler.reset()

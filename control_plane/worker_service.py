@@ -14,8 +14,6 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
-import grpc
-from google.rpc import status_pb2
 from grpc_status import rpc_status as grpc_rpc_status
 
 from control_plane.errors import Code, InvariantError, ProtocolError, ServingError
@@ -26,6 +24,8 @@ from protos.pagewire.v1 import worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    import grpc
 
     from control_plane.cluster import Cluster
     from control_plane.engine import Engine
@@ -210,9 +210,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         if error is None:
             return
-        status: status_pb2.Status = to_status(error)
         try:
             async with asyncio.timeout(_END_TIMEOUT_S):
-                await context.abort_with_status(grpc_rpc_status.to_status(status))
+                await context.abort_with_status(grpc_rpc_status.to_status(to_status(error)))
         except TimeoutError:
             logger.info("stream end unread: reason=%s", error.reason)
