@@ -24,10 +24,10 @@ from protos.pagewire.v1 import worker_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from control_plane.replica import ReplicaScheduler
     from control_plane.request import BlockHash, BlockId, FinishReason, Request
     from control_plane.request import Sequence as RequestSequence
     from control_plane.scheduled_step import ScheduledStep, StepUpdate
-    from control_plane.replica import ReplicaScheduler
 
 logger = logging.getLogger(__name__)
 
