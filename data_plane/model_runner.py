@@ -332,30 +332,23 @@ class ModelRunner:
                 position=sampled_index,
             ),
         ).int()
-        is_usable = token_ids != NO_TOKEN
         reasons = finish_reasons(
-            token_ids,
-            is_usable,
-            stop_ids,
-            state.column(rs.NUM_STOP_IDS),
-            sampled_index,
-            state.column(rs.MAX_TOTAL),
+            token_ids, stop_ids, sampled_index, state.column(rs.MAX_TOTAL)
         ).masked_fill_(~is_live, 0)
         self._write_back(inputs, token_ids, is_going_on=reasons == 0)
-        produced = (is_live & is_usable).int()
-        return torch.stack((token_ids, produced | (reasons << REASON_SHIFT)), dim=1)
+        produced = is_live & (token_ids != NO_TOKEN)
+        return torch.stack((token_ids, (reasons << REASON_SHIFT) + produced), dim=1)
 
     def _write_back(
         self, inputs: StepInputs, token_ids: torch.Tensor, *, is_going_on: torch.Tensor
     ) -> None:
         old = inputs.state.words[:, : rs.NUM_STEP_WORDS]
-        new = old.clone()
-        new[:, rs.LENGTH] = inputs.lengths
         if inputs.sample_reqs is None:
-            new[:, rs.LAST_TOKEN] = token_ids
-            new[:, rs.ACTIVE] = is_going_on
+            new = torch.stack((token_ids, inputs.lengths, is_going_on), dim=1)
         else:
             sample_reqs = inputs.sample_reqs.long()
+            new = old.clone()
+            new[:, rs.LENGTH] = inputs.lengths
             new[:, rs.LAST_TOKEN].index_copy_(0, sample_reqs, token_ids)
             new[:, rs.ACTIVE].index_copy_(0, sample_reqs, is_going_on.int())
         step_words = torch.where(inputs.is_live.unsqueeze(1), new, old)

@@ -29,12 +29,11 @@ ACTIVE = 2  # 0: stopped on the device, computes and writes nothing
 MIN_TOTAL = 3  # prompt + min_tokens: EOS and stop ids are masked below this many tokens
 MAX_TOTAL = 4  # tokens at which the row ends with LENGTH
 SEQUENCE_INDEX = 5
-NUM_STOP_IDS = 6  # how many of the row's stop_ids end it; the rest are masked by min_tokens only
-TOP_K = 7
-TEMPERATURE = 8  # float32 bits, as the two below
-TOP_P = 9
-MIN_P = 10
-SEED = 12  # two words, one int64, aligned
+TOP_K = 6
+TEMPERATURE = 7  # float32 bits, as the two below
+TOP_P = 8
+MIN_P = 9
+SEED = 10  # two words, one int64, aligned
 NUM_WORDS = 16
 
 NUM_STEP_WORDS = 3  # what a step writes back
@@ -73,8 +72,8 @@ class RowState:
 
     Attributes:
         words: [max_num_seqs + 1, NUM_WORDS] int32, columns as named above.
-        stop_ids: [max_num_seqs + 1, MAX_STOP_IDS] int32, -1 where unused: first the ids that end
-            the row, then EOS ids that ignore_eos disarmed but min_tokens still masks.
+        stop_ids: [max_num_seqs + 1, MAX_STOP_IDS] int32, used entries first, -1 where unused: ids
+            that end the row, and, as -2 - id, EOS ids that ignore_eos disarmed.
         min_total: [max_num_seqs] int32 on the host, as the column.
         num_ids: [max_num_seqs] int32 on the host, used entries of stop_ids.
     """
@@ -106,7 +105,7 @@ class RowState:
         stop_ids = np.full((len(new_rows), MAX_STOP_IDS), -1, np.int32)
         for i, new_row in enumerate(new_rows):
             _fill_words(words[i], stop_ids[i], new_row)
-            self.num_ids[new_row.row] = np.count_nonzero(stop_ids[i] >= 0)
+            self.num_ids[new_row.row] = np.count_nonzero(stop_ids[i] != -1)
         self.min_total[rows] = words[:, MIN_TOTAL]
         index, device_words, device_ids = self._staging.upload(rows, words, stop_ids)
         index = index.long()
@@ -157,25 +156,22 @@ class RowState:
 
 def _fill_words(words: Int32Array, stop_ids: Int32Array, new_row: NewRow) -> None:
     sampling = new_row.sampling
-    ending = dict.fromkeys(sampling.stop_token_ids)
-    eos_ids = dict.fromkeys(new_row.eos_token_ids.tolist())
-    if not sampling.ignore_eos:
-        ending |= eos_ids
-    masked = list(ending | eos_ids)
-    if len(masked) > MAX_STOP_IDS:
+    ids = list(dict.fromkeys((*sampling.stop_token_ids, *new_row.eos_token_ids.tolist())))
+    if sampling.ignore_eos:
+        # They end nothing, but below min_tokens they may not come either.
+        ids = [i if i in sampling.stop_token_ids else -2 - i for i in ids]
+    if len(ids) > MAX_STOP_IDS:
         raise StepError(
-            f"row {new_row.row} has {len(masked)} stop and EOS token ids, at most {MAX_STOP_IDS} "
-            f"fit",
+            f"row {new_row.row} has {len(ids)} stop and EOS token ids, at most {MAX_STOP_IDS} fit",
             reason="TOO_MANY_STOP_IDS",
             code=3,
         )
-    stop_ids[: len(masked)] = masked
+    stop_ids[: len(ids)] = ids
     words[LENGTH] = new_row.num_computed_tokens
     words[ACTIVE] = 1
     words[MIN_TOTAL] = min(new_row.num_prompt_tokens + sampling.min_tokens, np.iinfo(np.int32).max)
     words[MAX_TOTAL] = new_row.max_total_tokens
     words[SEQUENCE_INDEX] = new_row.sequence_index
-    words[NUM_STOP_IDS] = len(ending)
     words[TOP_K] = sampling.top_k
     floats = words.view(np.float32)
     floats[TEMPERATURE] = sampling.temperature
