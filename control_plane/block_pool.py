@@ -256,6 +256,10 @@ class BlockPool:
             if block_hash is not None and self._pending[block_id] == _PERMANENT
         }
 
+    def pending_versions(self) -> set[int]:
+        """Plans whose confirmation is awaited by some block's content."""
+        return {version for version in self._pending if version != _PERMANENT}
+
     def free_order(self) -> list[int]:
         """Free blocks in the order in which they will be handed out."""
         return [*self._walk(_UNCACHED), *self._walk(self._cached)]

@@ -467,5 +467,8 @@ class Scheduler:
             raise InvariantError("a sequence in prefill has no row")
         if self._draining and not self._in_flight:
             raise InvariantError(f"{list(self._draining)} await steps, none is in flight")
+        awaited = self.kv_cache_manager.pool.pending_versions()
+        if not awaited <= {step.version for step in self._in_flight}:
+            raise InvariantError(f"blocks await plans {awaited}, which are not all in flight")
         if not len(self._batch) and self.num_free_blocks != self.num_usable_blocks:
             raise InvariantError(f"{self.num_free_blocks} of {self.num_usable_blocks} free on idle")

@@ -1,0 +1,185 @@
+"""What one step costs the scheduler, by decoding rows, and what an admission costs.
+
+    python tests/benchmarks/bench_scheduler.py [--steps N] [--json FILE]
+
+512-token prompts, blocks of 16, prefix caching on, one step in flight beyond the awaited one. Rows
+start at staggered lengths, as they do in service: in every step, one row in 16 fills a block and
+takes another. The peer is vLLM 0.24, its own scheduler and KV manager on this kind of machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from control_plane.block_hash import BlockHasher
+from control_plane.kv_cache_manager import KVCacheConfig, KVCacheManager
+from control_plane.request import Request, SamplingParams, Version
+from control_plane.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+
+BLOCK_SIZE = 16
+PROMPT_TOKENS = 512
+MAX_MODEL_LEN = 4096
+PEER_STEP_MS = {32: 0.41, 256: 3.87, 1024: 23.9}
+PEER_ADMISSION_MS = 0.42
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Milliseconds. Medians, and the mean where rare work counts."""
+
+    rows: int
+    schedule_ms: float
+    update_ms: float
+    step_ms: float
+    step_mean_ms: float
+    admission_ms: float
+
+
+class Bench:
+    """A scheduler whose worker answers every step with token 1."""
+
+    def __init__(self, rows: int) -> None:
+        hasher = BlockHasher(
+            deployment_seed=b"bench", model_fingerprint=bytes(32), block_size=BLOCK_SIZE
+        )
+        manager = KVCacheManager(
+            KVCacheConfig(
+                block_size=BLOCK_SIZE, num_blocks=rows * MAX_MODEL_LEN // BLOCK_SIZE // 2 + 2
+            ),
+            hasher,
+            max_num_seqs=rows,
+            max_model_len=MAX_MODEL_LEN,
+        )
+        config = SchedulerConfig(
+            max_num_seqs=rows, max_num_batched_tokens=8192, max_model_len=MAX_MODEL_LEN
+        )
+        self.scheduler = Scheduler(config, manager)
+        self.in_flight: deque[ScheduledStep] = deque()
+        self.version = 0
+        self.schedule_ms: list[float] = []
+        self.update_ms: list[float] = []
+
+    def order(self) -> bool:
+        started = time.perf_counter()
+        step = self.scheduler.schedule(Version(self.version + 1))
+        self.schedule_ms.append((time.perf_counter() - started) * 1e3)
+        if step is None:
+            return False
+        self.version += 1
+        self.in_flight.append(step)
+        return True
+
+    def answer(self) -> None:
+        step = self.in_flight.popleft()
+        size = step.sampled_rows.size
+        counts, tokens = np.ones(size, np.uint8), np.ones(size, np.int32)
+        rows, reasons = np.zeros(0, np.int32), np.zeros(0, np.uint8)
+        started = time.perf_counter()
+        self.scheduler.update(step.version, 0, counts, tokens, rows, reasons)
+        self.update_ms.append((time.perf_counter() - started) * 1e3)
+
+
+def new_requests(count: int, *, stagger: bool) -> list[Request]:
+    rng = np.random.default_rng(0)
+    return [
+        Request(
+            req_id=f"r{i}",
+            prompt_token_ids=rng.integers(
+                0, 150_000, PROMPT_TOKENS + (i % BLOCK_SIZE if stagger else 0), dtype=np.int32
+            ),
+            sampling=SamplingParams(),
+            seed=i,
+            max_total_tokens=MAX_MODEL_LEN // 2,
+            arrival=i,
+        )
+        for i in range(count)
+    ]
+
+
+def measure_admission(rows: int) -> float:
+    """Per request of exactly 512 tokens: add, hash, look up, allocate, order and confirm."""
+    bench = Bench(rows)
+    requests = new_requests(rows, stagger=False)
+    started = time.perf_counter()
+    for request in requests:
+        bench.scheduler.add(request)
+    while bench.scheduler.num_waiting:
+        bench.order()
+        bench.answer()
+    return (time.perf_counter() - started) * 1e3 / rows
+
+
+def measure(rows: int, steps: int) -> Measurement:
+    gc.collect()
+    admission_ms = measure_admission(rows)
+    bench = Bench(rows)
+    for request in new_requests(rows, stagger=True):
+        bench.scheduler.add(request)
+    while bench.scheduler.num_waiting:
+        bench.order()
+        bench.answer()
+    bench.order()
+    bench.schedule_ms.clear()
+    bench.update_ms.clear()
+    for _ in range(steps):
+        bench.order()
+        bench.answer()
+    totals = [a + b for a, b in zip(bench.schedule_ms, bench.update_ms, strict=True)]
+    return Measurement(
+        rows=rows,
+        schedule_ms=statistics.median(bench.schedule_ms),
+        update_ms=statistics.median(bench.update_ms),
+        step_ms=statistics.median(totals),
+        step_mean_ms=statistics.fmean(totals),
+        admission_ms=admission_ms,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1000, help="measured steps per row count")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    options = parser.parse_args()
+    cpu = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    print(
+        f"{cpu}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
+        f"Python {platform.python_version()}, numpy {np.__version__}"
+    )
+    print(f"{options.steps} steps, prompts of {PROMPT_TOKENS} tokens, blocks of {BLOCK_SIZE}; ms")
+    print("rows  schedule  update    step  (mean)    peer  peer/ours  admission  peer/ours")
+    results = [measure(rows, options.steps) for rows in PEER_STEP_MS]
+    for one in results:
+        peer = PEER_STEP_MS[one.rows]
+        print(
+            f"{one.rows:<5} {one.schedule_ms:8.3f} {one.update_ms:7.3f} {one.step_ms:7.3f} "
+            f"{one.step_mean_ms:7.3f} {peer:7.2f} {peer / one.step_ms:9.1f}x "
+            f"{one.admission_ms:10.3f} {PEER_ADMISSION_MS / one.admission_ms:9.1f}x"
+        )
+    if options.json:
+        figures = [asdict(one) for one in results]
+        options.json.write_text(json.dumps({"cpu": cpu, "results": figures}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
