@@ -130,6 +130,12 @@ class ControlStream:
         self._fatal_end: StreamEnd | None = None
         self._last_end = ""
         self._num_failures = 0
+        self._has_hung_step = False
+
+    @property
+    def has_hung_step(self) -> bool:
+        """After `run`: whether a step is still running that may never end."""
+        return self._has_hung_step
 
     @property
     def protocol(self) -> StreamProtocol:
@@ -164,7 +170,7 @@ class ControlStream:
                 await self._back_off()
         finally:
             self._session = None
-            await asyncio.to_thread(self._steps.stop)
+            self._has_hung_step = not await asyncio.to_thread(self._steps.stop)
 
     @property
     def _worker_id(self) -> str:

@@ -92,13 +92,18 @@ class StepLoop:
         """Drop unexecuted steps; the future completes when the launched ones have ended."""
         return self._barrier(resets_runner=False)
 
-    def stop(self, timeout_s: float = 5.0) -> None:
-        """Drop unexecuted steps and end the threads, waiting for a running step that long."""
+    def stop(self, timeout_s: float = 5.0) -> bool:
+        """Drop unexecuted steps and end the threads, waiting for a running step that long.
+
+        Returns:
+            Whether both threads have ended.
+        """
         self._session += 1
         self._orders.put(None)
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _barrier(self, *, resets_runner: bool) -> Future[None]:
         self._session += 1

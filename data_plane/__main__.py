@@ -1,0 +1,88 @@
+"""`python -m data_plane`, also installed as `pagewire-worker`.
+
+Owns: the process: environment, signals, logging, exit codes (see --help). Does not know: anything
+that happens in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from data_plane.config import parse_args
+
+if TYPE_CHECKING:
+    from data_plane.config import WorkerConfig
+    from data_plane.worker import Worker
+
+logger = logging.getLogger("data_plane")
+
+EXIT_CANNOT_START = 2
+
+# A step can take less than a millisecond; Python's default would let another thread hold the
+# interpreter for five while the launch thread waits for it.
+_SWITCH_INTERVAL_S = 2e-4
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run until drained or refused; returns the exit code."""
+    config = parse_args(argv)
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
+    )
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    # Before torch is imported: its pools take their size for every thread from here.
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(config.threads)
+    # Not before: importing torch takes seconds, --help should not.
+    from data_plane.step_work import StepError
+    from data_plane.worker import build_worker
+
+    try:
+        worker = build_worker(config)
+    except (ValueError, OSError, StepError) as error:
+        print(f"pagewire-worker: error: {error}", file=sys.stderr)
+        return EXIT_CANNOT_START
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    exit_code, has_hung_step = asyncio.run(_run(config, worker))
+    if has_hung_step:
+        # A device call that never returns would keep the interpreter from shutting down.
+        logging.shutdown()
+        os._exit(exit_code)
+    return exit_code
+
+
+async def _run(config: WorkerConfig, worker: Worker) -> tuple[int, bool]:
+    from data_plane.control_stream import ControlStream, StreamOptions
+
+    stream = ControlStream(
+        StreamOptions(address=config.control_plane, grace_s=config.grace_s),
+        protocol=worker.protocol,
+        runner=worker.runner,
+    )
+    signalled = False
+
+    def on_signal(number: int) -> None:
+        nonlocal signalled
+        logger.info("signal: name=%s", signal.Signals(number).name)
+        if signalled:
+            logging.shutdown()
+            os._exit(128 + number)
+        signalled = True
+        stream.begin_drain()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    logger.info("dialling: worker=%s address=%s", config.worker_id, config.control_plane)
+    return await stream.run(), stream.has_hung_step
+
+
+if __name__ == "__main__":
+    sys.exit(main())

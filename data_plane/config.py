@@ -1,0 +1,331 @@
+"""Command line to frozen configuration. Nothing else reads flags.
+
+Owns: flags, their help, defaults that do not depend on the device. Does not know: torch, so that
+--help and a mistyped flag answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+_MODELS_DIR = Path(".pagewire/models")
+_ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?)", re.IGNORECASE)
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+DEVICES = ("auto", "cpu", "cuda")
+
+_DESCRIPTION = """\
+Serve large language models: a data-plane worker.
+
+It loads one model, allocates its KV cache, dials the control plane and executes what that orders.
+Start as many as you like, on any machine that reaches the control plane's worker port; each is
+found by itself. The model directory must be a copy of the control plane's.
+"""
+
+_EPILOG = """\
+examples:
+  # beside a control plane on the same machine
+  pagewire-worker --model ./my-model
+
+  # on a GPU machine
+  pagewire-worker --model /models/my-model --control-plane 10.0.0.5:50052 --device cuda
+
+  # a small one on the CPU
+  pagewire-worker --model ./my-model --device cpu --kv-cache-memory 512MiB --max-model-len 2048
+
+SIGTERM or SIGINT drains: the worker takes nothing new, finishes its sequences within --grace-s and
+exits with 0; a second signal ends it at once. Other exit codes: 1 internal fault, 2 it cannot start
+like this, 3 the control plane refuses it for good, 4 another process uses its --worker-id, 5 its
+device failed.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Everything the process is told. Built once. None: derived from the device or the model.
+
+    Attributes:
+        model: Directory with config.json, tokenizer.json and weights.
+        control_plane: host:port of the worker port.
+        worker_id: Names the process; two with one id replace each other.
+        replica_id: Ranks of one replica share it.
+        device: One of DEVICES.
+        dtype: Of weights and KV cache; "auto" is the checkpoint's own.
+        block_size: Tokens per KV block; a power of two.
+        num_blocks: KV blocks, the null block included.
+        kv_cache_memory: Bytes of KV cache; num_blocks goes before it.
+        gpu_memory_utilization: Share of a GPU's memory to use, in (0, 1].
+        max_num_seqs: Sequences that run at once.
+        max_model_len: Longest sequence, prompt and output.
+        max_num_batched_tokens: Tokens one step computes at most.
+        attention_backend: A name, or "auto".
+        threads: CPU threads of one step.
+        grace_s: How long a draining worker waits for its sequences.
+        log_level: Of the standard library's names, lower case.
+    """
+
+    model: Path
+    control_plane: str = "127.0.0.1:50052"
+    worker_id: str
+    replica_id: str
+    device: str = "auto"
+    dtype: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    max_num_batched_tokens: int | None = None
+    attention_backend: str = "auto"
+    threads: int = 1
+    grace_s: float = 30.0
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        host, _, port = self.control_plane.rpartition(":")
+        if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+            raise ValueError(
+                f"--control-plane must be HOST:PORT, e.g. 127.0.0.1:50052, got {self.control_plane}"
+            )
+        for name in ("worker_id", "replica_id"):
+            if not _ID_PATTERN.fullmatch(getattr(self, name)):
+                raise ValueError(
+                    f"{_flag(name)} must be 1 to 128 of A-Z a-z 0-9 . _ -, "
+                    f"got {getattr(self, name)!r}"
+                )
+        if self.device not in DEVICES:
+            raise ValueError(f"--device must be one of {', '.join(DEVICES)}, got {self.device}")
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ValueError(f"--block-size must be a power of two, got {self.block_size}")
+        for name, least in (
+            ("num_blocks", 2),
+            ("kv_cache_memory", 1),
+            ("max_num_seqs", 1),
+            ("max_model_len", 2),
+            ("max_num_batched_tokens", 1),
+            ("threads", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{_flag(name)} must be at least {least}, got {value}")
+        if (
+            self.max_num_seqs is not None
+            and self.max_num_batched_tokens is not None
+            and self.max_num_batched_tokens < self.max_num_seqs
+        ):
+            raise ValueError(
+                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "
+                f"--max-num-seqs ({self.max_num_seqs}): every sequence decodes one token per step"
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+            )
+        if not self.grace_s >= 0:
+            raise ValueError(f"--grace-s must not be negative, got {self.grace_s}")
+
+
+def parse_args(argv: list[str] | None = None) -> WorkerConfig:
+    """Read the command line; on a mistake print it and exit with 2."""
+    parser = _build_parser()
+    args = parser.parse_args(argv)
+    try:
+        worker_id = args.worker_id or default_worker_id()
+        return WorkerConfig(
+            model=_model_dir(args.model),
+            control_plane=args.control_plane,
+            worker_id=worker_id,
+            replica_id=args.replica_id or worker_id,
+            device=args.device,
+            dtype=args.dtype,
+            block_size=args.block_size,
+            num_blocks=args.num_blocks,
+            kv_cache_memory=None
+            if args.kv_cache_memory is None
+            else parse_size(args.kv_cache_memory),
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            max_num_seqs=args.max_num_seqs,
+            max_model_len=args.max_model_len,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            attention_backend=args.attention_backend,
+            threads=default_threads() if args.threads is None else args.threads,
+            grace_s=args.grace_s,
+            log_level=args.log_level,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def parse_size(text: str) -> int:
+    """Read bytes: a number, or one with K, M, G or T and optionally B or iB, all powers of 1024.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = _SIZE_PATTERN.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"--kv-cache-memory must be bytes or e.g. 512MiB or 2G, got {text!r}")
+    return int(float(match[1]) * 1024 ** _UNITS[match[2][:1].upper()])
+
+
+def default_worker_id() -> str:
+    """Return a name that no other process has: host, process id, a random part."""
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64] or "worker"
+    # Containers share host names and process ids more often than one would think.
+    return f"{host}-{os.getpid()}-{os.urandom(3).hex()}"
+
+
+def default_threads() -> int:
+    """Return half of the cores this process may use: one thread per physical core, as a rule."""
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _model_dir(model: str) -> Path:
+    path = Path(model)
+    if path.suffix == ".gguf" and path.is_file():
+        raise ValueError(
+            f"--model {model} is a GGUF file; both planes read directories. Convert it once: "
+            f"python -m data_plane.models.convert_gguf --help"
+        )
+    if not path.is_dir() and (_MODELS_DIR / model).is_dir():
+        path = _MODELS_DIR / model
+    if not path.is_dir():
+        raise ValueError(
+            f"--model {model} is not a directory; give one with config.json, tokenizer.json and "
+            f"weights, or a name below {_MODELS_DIR}"
+        )
+    return path
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pagewire-worker",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="model directory, or a name below .pagewire/models",
+    )
+    network = parser.add_argument_group("network")
+    network.add_argument(
+        "--control-plane",
+        default="127.0.0.1:50052",
+        metavar="HOST:PORT",
+        help="worker port of the control plane; it is dialled until it answers "
+        "(default: %(default)s)",
+    )
+    network.add_argument(
+        "--worker-id",
+        metavar="NAME",
+        help="names this process; if two use one name, the newer wins (default: host, process id "
+        "and a random part)",
+    )
+    network.add_argument(
+        "--replica-id",
+        metavar="NAME",
+        help="copy of the model that it belongs to (default: the worker id)",
+    )
+    network.add_argument(
+        "--grace-s",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long sequences may take to finish after SIGTERM (default: %(default)g)",
+    )
+
+    device = parser.add_argument_group("device")
+    device.add_argument(
+        "--device",
+        choices=DEVICES,
+        default="auto",
+        help="auto takes a GPU if there is one (default: %(default)s)",
+    )
+    device.add_argument(
+        "--dtype",
+        default="auto",
+        metavar="TYPE",
+        help="float32, bfloat16 or float16, for weights and KV cache; auto is the checkpoint's own "
+        "(default: %(default)s)",
+    )
+    device.add_argument(
+        "--attention-backend",
+        default="auto",
+        metavar="NAME",
+        help="how attention is computed; auto takes the fastest that can (default: %(default)s)",
+    )
+    device.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help=f"CPU threads of one step (default: half of the cores, here {default_threads()})",
+    )
+
+    memory = parser.add_argument_group("memory and limits")
+    memory.add_argument(
+        "--block-size",
+        type=int,
+        default=16,
+        metavar="TOKENS",
+        help="tokens per KV block; the same for all workers of a model (default: %(default)s)",
+    )
+    memory.add_argument(
+        "--kv-cache-memory",
+        metavar="SIZE",
+        help="size of the KV cache, e.g. 2GiB (default: what --gpu-memory-utilization leaves on a "
+        "GPU, at most 1 GiB on a CPU)",
+    )
+    memory.add_argument(
+        "--num-blocks",
+        type=int,
+        metavar="N",
+        help="size of the KV cache in blocks, instead of --kv-cache-memory",
+    )
+    memory.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="share of the GPU's memory for weights, KV cache and all (default: %(default)s)",
+    )
+    memory.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="longest prompt plus output (default: what the model was trained for)",
+    )
+    memory.add_argument(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help="sequences that run at once (default: 256 on a GPU, 32 on a CPU)",
+    )
+    memory.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help="tokens that one step computes at most: larger means shorter time to the first token, "
+        "longer pauses for the others (default: 8192 on a GPU, 512 on a CPU)",
+    )
+
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="(default: %(default)s)",
+    )
+    return parser
