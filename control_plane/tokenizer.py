@@ -275,7 +275,7 @@ def _with_parsed_arguments(message: Mapping[str, object]) -> dict[str, object]:
     parsed: list[Any] = []
     call: Any
     for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
+        function: Any = call.get("function") if isinstance(call, dict) else None
         arguments = function.get("arguments") if isinstance(function, dict) else None
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError):  # some templates take any string

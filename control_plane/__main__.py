@@ -1,0 +1,82 @@
+"""`python -m control_plane`, also installed as `pagewire-control`.
+
+Owns: the process: environment, signals, logging, exit codes (0 after SIGTERM, 1 after a broken
+invariant, 2 for a start that cannot succeed). Does not know: anything that happens in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from control_plane.config import parse_args
+from control_plane.errors import InvariantError
+
+if TYPE_CHECKING:
+    from control_plane.config import ControlPlaneConfig
+    from control_plane.model_catalog import ModelCatalog
+
+logger = logging.getLogger("control_plane")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run until a signal; returns the exit code."""
+    config = parse_args(argv)
+    _set_up_logging(config.log_level)
+    _keep_torch_out()
+    # Not before: the tokenizer library takes a second to import, --help should not.
+    import uvloop
+
+    from control_plane.model_catalog import ModelCatalog, load_model
+    from control_plane.server import PortTakenError
+
+    try:
+        catalog = ModelCatalog([load_model(m.path, m.name) for m in config.models])
+        return uvloop.run(_run(config, catalog))
+    except (PortTakenError, ValueError) as error:
+        print(f"pagewire-control: error: {error}", file=sys.stderr)
+        return 2
+    except InvariantError as error:
+        logger.critical("broken invariant: message=%s", error)
+        return 1
+
+
+async def _run(config: ControlPlaneConfig, catalog: ModelCatalog) -> int:
+    from control_plane.server import serve
+
+    stop, cut = asyncio.Event(), asyncio.Event()
+
+    def on_signal(number: int) -> None:
+        logger.info("signal: name=%s", signal.Signals(number).name)
+        (cut if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    await serve(
+        config, catalog, stop=stop, cut=cut, on_listening=lambda line: print(line, flush=True)
+    )
+    return 0
+
+
+def _set_up_logging(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(),
+        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
+    )
+
+
+def _keep_torch_out() -> None:
+    """Make transformers find no torch: this process needs none, and importing it costs seconds."""
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""How a failed call ends: with a status that says everything a client may know, and nothing else.
+
+Owns: what of an exception is logged and what travels. Does not know: methods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+from grpc_status import rpc_status as grpc_rpc_status
+
+from control_plane import rpc_status
+from control_plane.errors import InvariantError, ServingError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from control_plane.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+_FRAMES = 4
+
+
+class CallGuard:
+    """Runs the body of a call and ends the call with a precise status where the body fails."""
+
+    def __init__(self, metrics: Metrics, on_fatal: Callable[[InvariantError], None]) -> None:
+        """Wire it up.
+
+        Args:
+            metrics: Counts failures by reason.
+            on_fatal: Ends the process; gRPC would swallow what a handler raises.
+        """
+        self._metrics = metrics
+        self._on_fatal = on_fatal
+
+    async def run(self, context: Any, body: Awaitable[Any]) -> Any:
+        """Await `body`.
+
+        Args:
+            context: The `grpc.aio.ServicerContext` of the call.
+            body: What the method does.
+        """
+        try:
+            return await body
+        except asyncio.CancelledError:
+            self._metrics.on_failed("CANCELLED")
+            raise
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            self.record(error)
+            status = grpc_rpc_status.to_status(rpc_status.to_status(error))
+        await context.abort(status.code, status.details, status.trailing_metadata)
+        return None
+
+    def record(self, error: Exception) -> None:
+        """Count a failure, and log it if it is not an answer to a client."""
+        if isinstance(error, ServingError):
+            self._metrics.on_failed(error.reason)
+            return
+        self._metrics.on_failed("INTERNAL")
+        logger.error("call failed: error=%s where=%s", type(error).__name__, describe_place(error))
+        if isinstance(error, InvariantError):
+            self._on_fatal(error)
+
+
+def describe_place(error: BaseException) -> str:
+    """Where an exception came from, innermost first, without its message or any value."""
+    frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
+    names = [f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in reversed(frames)]
+    return "<".join(names) or "unknown"

@@ -1,0 +1,268 @@
+"""Command line to frozen configuration. Nothing else reads flags.
+
+Owns: flags, their help, defaults of addresses. Does not know: what the values do.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from control_plane.cluster_config import ClusterConfig
+from control_plane.service_limits import ServiceLimits
+
+_MODELS_DIR = Path(".pagewire/models")
+
+_DESCRIPTION = """\
+Serve large language models: the control plane.
+
+It runs on a CPU machine, takes requests on the public port, and decides what the workers do that
+attach to the worker port. It needs the model directory for its tokenizer and configuration only;
+the weights are read by the workers.
+"""
+
+_EPILOG = """\
+examples:
+  # one model; then start a worker with the same directory, and ask for something
+  pagewire-control --model ./my-model
+  pagewire-worker --model ./my-model --control-plane 127.0.0.1:50052
+  pagewire generate "The capital of France is"
+
+  # for other machines, with prefix metadata that survives a restart
+  pagewire-control --model ./my-model --host 0.0.0.0 --redis-url redis://10.0.0.5:6379/0
+
+  # two models under names of your choice
+  pagewire-control --model ./a --served-model-name small --model ./b --served-model-name large
+
+SIGTERM finishes running requests within --grace-s and exits with 0.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Where a served model lies and what clients call it."""
+
+    path: Path
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlPlaneConfig:
+    """Everything the process is told. Built once.
+
+    Attributes:
+        models: At least one.
+        host: Address that all three ports bind to.
+        port: Public API; 0 takes a free one.
+        worker_port: Control stream; 0 takes a free one.
+        metrics_port: Prometheus over HTTP; 0 takes a free one.
+        redis_url: redis://, rediss:// or memory://.
+        cluster: Engine side.
+        limits: What one call may cost.
+        max_n: Most continuations of one request.
+        grace_s: How long running requests may take to finish after SIGTERM.
+        log_level: Of the standard library's names, lower case.
+    """
+
+    models: tuple[ModelSource, ...]
+    host: str = "127.0.0.1"
+    port: int = 50051
+    worker_port: int = 50052
+    metrics_port: int = 9464
+    redis_url: str = "memory://"
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    limits: ServiceLimits = field(default_factory=ServiceLimits)
+    max_n: int = 1
+    grace_s: float = 30.0
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ValueError("no model to serve; give at least one --model DIR")
+        for name in ("port", "worker_port", "metrics_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} must be in [0, 65535], got {getattr(self, name)}")
+        if not self.grace_s >= 0:
+            raise ValueError(f"--grace-s must not be negative, got {self.grace_s}")
+
+
+def parse_args(argv: list[str] | None = None) -> ControlPlaneConfig:
+    """Read the command line; on a mistake print it and exit with 2."""
+    parser = _build_parser()
+    args = parser.parse_args(argv)
+    try:
+        return ControlPlaneConfig(
+            models=_model_sources(args.model, args.served_model_name),
+            host=args.host,
+            port=args.port,
+            worker_port=args.worker_port,
+            metrics_port=args.metrics_port,
+            redis_url=args.redis_url,
+            cluster=ClusterConfig(
+                deployment=args.deployment,
+                shard=args.shard,
+                lookahead=args.lookahead,
+                max_num_batched_tokens=args.max_num_batched_tokens,
+                max_num_seqs=args.max_num_seqs,
+                block_size=args.block_size,
+                kv_dtype=args.kv_dtype,
+                prefix_caching=not args.no_prefix_caching,
+                lease_s=args.lease_s,
+                step_timeout_s=args.step_timeout_s,
+                replica_wait_s=args.replica_wait_s,
+                max_queued_requests=args.max_queued_requests,
+                max_queued_tokens=args.max_queued_tokens,
+            ),
+            grace_s=args.grace_s,
+            log_level=args.log_level,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _model_sources(models: list[str], names: list[str]) -> tuple[ModelSource, ...]:
+    if names and len(names) != len(models):
+        raise ValueError(
+            f"{len(models)} --model and {len(names)} --served-model-name were given; give one name "
+            "per model, in the same order, or none"
+        )
+    sources: list[ModelSource] = []
+    for i, model in enumerate(models):
+        path = Path(model)
+        if not path.is_dir() and (_MODELS_DIR / model).is_dir():
+            path = _MODELS_DIR / model
+        if not path.is_dir():
+            raise ValueError(
+                f"--model {model} is not a directory; give one with config.json, tokenizer.json, "
+                f"tokenizer_config.json and weights, or a name below {_MODELS_DIR}"
+            )
+        sources.append(ModelSource(path=path, name=names[i] if names else path.resolve().name))
+    return tuple(sources)
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    cluster = ClusterConfig()
+    parser = argparse.ArgumentParser(
+        prog="pagewire-control",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    models = parser.add_argument_group("models")
+    models.add_argument(
+        "--model",
+        action="append",
+        required=True,
+        metavar="DIR",
+        help="model directory, or a name below .pagewire/models; repeat it for several models",
+    )
+    models.add_argument(
+        "--served-model-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="what clients call the model (default: the directory's name); one per --model",
+    )
+
+    network = parser.add_argument_group("network")
+    network.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to bind; 0.0.0.0 lets other machines in (default: %(default)s)",
+    )
+    for flag, default, what in (
+        ("--port", 50051, "public gRPC API"),
+        ("--worker-port", 50052, "control stream that workers dial; keep it inside your network"),
+        ("--metrics-port", 9464, "Prometheus metrics over HTTP"),
+    ):
+        network.add_argument(
+            flag,
+            type=int,
+            default=default,
+            metavar="PORT",
+            help=f"{what}; 0 takes a free port and prints it (default: %(default)s)",
+        )
+
+    state = parser.add_argument_group("state")
+    state.add_argument(
+        "--redis-url",
+        default="memory://",
+        metavar="URL",
+        help="where metadata of cached prefixes outlives this process: redis://, rediss:// or "
+        "memory:// for nowhere (default: %(default)s)",
+    )
+    state.add_argument(
+        "--deployment",
+        default=cluster.deployment,
+        metavar="NAME",
+        help="namespace in that store (default: %(default)s)",
+    )
+    state.add_argument(
+        "--shard",
+        default=cluster.shard,
+        metavar="NAME",
+        help="which control plane of the deployment this is (default: %(default)s)",
+    )
+
+    scheduling = parser.add_argument_group("scheduling")
+    scheduling.add_argument(
+        "--lookahead",
+        type=int,
+        default=cluster.lookahead,
+        metavar="STEPS",
+        help="steps ordered beyond the one whose result is awaited (default: %(default)s)",
+    )
+    for flag, metavar, what in (
+        ("--max-num-batched-tokens", "TOKENS", "most tokens computed in one step"),
+        ("--max-num-seqs", "SEQS", "most sequences that run at once on a replica"),
+        ("--block-size", "TOKENS", "refuse workers with another KV block size"),
+    ):
+        scheduling.add_argument(
+            flag, type=int, metavar=metavar, help=f"{what} (default: as the worker announces)"
+        )
+    scheduling.add_argument(
+        "--kv-dtype",
+        metavar="DTYPE",
+        help="refuse workers with another KV data type (default: as the first worker announces)",
+    )
+    scheduling.add_argument(
+        "--no-prefix-caching",
+        action="store_true",
+        help="compute every prompt in full, even where its prefix is cached",
+    )
+
+    limits = parser.add_argument_group("limits and times")
+    for flag, default, what in (
+        ("--max-queued-requests", cluster.max_queued_requests, "requests that may wait"),
+        ("--max-queued-tokens", cluster.max_queued_tokens, "prompt tokens of waiting requests"),
+    ):
+        limits.add_argument(
+            flag,
+            type=int,
+            default=default,
+            metavar="N",
+            help=f"{what}; further ones are refused with RESOURCE_EXHAUSTED (default: %(default)s)",
+        )
+    for flag, default, what in (
+        ("--lease-s", cluster.lease_s, "silence after which a worker counts as gone"),
+        ("--step-timeout-s", cluster.step_timeout_s, "longest time of one step of a worker"),
+        ("--replica-wait-s", cluster.replica_wait_s, "how long a request waits for a worker"),
+        ("--grace-s", 30.0, "how long running requests may take to finish after SIGTERM"),
+    ):
+        limits.add_argument(
+            flag,
+            type=float,
+            default=default,
+            metavar="SECONDS",
+            help=f"{what} (default: %(default)s)",
+        )
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="least severe lines on stderr (default: %(default)s)",
+    )
+    return parser

@@ -1,0 +1,272 @@
+"""One request from its message to its end, for any kind of call.
+
+Admission, the way through the cluster, what is visible when, and the release of everything in every
+way a call can end. A call that goes away is an exception thrown into `updates`, so blocks are given
+back in one place.
+
+Owns: live client ids, defaults of ids. Does not know: gRPC, how responses are framed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from control_plane.errors import AbortedError, InvariantError, ServingError
+from control_plane.live_requests import LiveRequests
+from control_plane.request import FinishReason
+from protos.pagewire.v1 import inference_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+
+    from control_plane.cluster import Cluster
+    from control_plane.live_requests import Claim
+    from control_plane.metrics import Metrics
+    from control_plane.output_processor import OutputChunk
+    from control_plane.request_builder import BuiltRequest, RequestBuilder
+    from control_plane.token_stream import StreamNews, TokenStream
+
+
+@dataclass(slots=True)
+class Update:
+    """What became visible of one sequence since the last one, gathered from chunks."""
+
+    index: int
+    texts: list[str] = field(default_factory=list[str])
+    token_ids: list[int] = field(default_factory=list[int])
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+
+    def add(self, chunk: OutputChunk) -> None:
+        self.texts.append(chunk.text)
+        self.token_ids += chunk.token_ids
+        self.finish_reason = chunk.finish_reason
+        self.stop_string = chunk.stop_string
+        self.stop_token_id = chunk.stop_token_id
+
+
+class GenerationService:
+    """Admits requests. One per process."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        builder: RequestBuilder,
+        metrics: Metrics,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Wire it up.
+
+        Args:
+            cluster: Where requests run.
+            builder: Checks and tokenizes.
+            metrics: Counts requests and latencies.
+            clock: Monotonic seconds, the one of the cluster.
+        """
+        self._cluster = cluster
+        self._builder = builder
+        self._metrics = metrics
+        self._clock = clock
+        self._live = LiveRequests()
+
+    @asynccontextmanager
+    async def admit(
+        self,
+        message: inference_pb2.GenerateRequest,
+        *,
+        timeout_s: float | None = None,
+        principal: str = "",
+    ) -> AsyncGenerator[Generation]:
+        """Run a request for as long as the context is open; leaving it frees whatever it holds.
+
+        Args:
+            message: From the client.
+            timeout_s: What is left until the client's deadline.
+            principal: Whose it is; ids are unique within a principal.
+
+        Raises:
+            ServingError: It is refused.
+        """
+        started = self._clock()
+        # Internal ids are never a client's: two principals may use the same one.
+        req_id = secrets.token_hex(8)
+        built = await self._builder.build(message, req_id=req_id, tenant=principal)
+        request = built.request
+        request_id = message.request_id or f"req-{req_id}"
+        claim = self._live.claim(
+            principal,
+            request_id,
+            replace=bool(message.resume),
+            on_replaced=lambda: self._cluster.abort(request),
+        )
+        try:
+            stream: TokenStream | None = None
+            if not request.is_finished:
+                deadline = None if timeout_s is None else started + timeout_s
+                stream = self._cluster.submit(request, deadline, model=built.model.served.name)
+            generation = Generation(
+                built, stream, request_id, claim, self._cluster, self._metrics, started, self._clock
+            )
+            self._metrics.on_admitted(request.num_prompt_tokens)
+            try:
+                yield generation
+            finally:
+                generation.record_end()
+        finally:
+            # Idempotent, and the one place where a call's end, of whatever kind, frees its blocks.
+            self._cluster.abort(request)
+            self._live.release(claim)
+
+
+class Generation:
+    """An admitted request. `updates` is read to its end, by one reader."""
+
+    def __init__(
+        self,
+        built: BuiltRequest,
+        stream: TokenStream | None,
+        request_id: str,
+        claim: Claim,
+        cluster: Cluster,
+        metrics: Metrics,
+        started: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.request_id = request_id
+        self.seed = built.request.seed
+        self.num_sequences = len(built.processors)
+        self._built = built
+        self._stream = stream
+        self._claim = claim
+        self._cluster = cluster
+        self._metrics = metrics
+        self._started = started
+        self._clock = clock
+        self._last_token_at: float | None = None
+        self._finish_reasons: list[FinishReason] = []
+
+    def usage(self) -> inference_pb2.Usage:
+        """What it cost; final once `updates` has ended."""
+        request = self._built.request
+        return inference_pb2.Usage(
+            prompt_tokens=request.num_prompt_tokens,
+            completion_tokens=sum(p.num_tokens for p in self._built.processors),
+            cached_tokens=request.sequences[0].num_cached_tokens,
+            replays=sum(sequence.num_replays for sequence in request.sequences),
+        )
+
+    async def updates(self, *, gather: bool = False) -> AsyncGenerator[list[Update]]:
+        """What becomes visible, as it does; ends when every sequence has ended.
+
+        Args:
+            gather: Yield once, at the end.
+
+        Raises:
+            ServingError: The request failed; what came before was yielded.
+        """
+        updates: dict[int, Update] = {}
+        for index, chunk in self._built.ended.items():
+            if chunk is not None:
+                self._add(index, chunk, updates)
+        interval_s = self._built.flush_interval_s
+        flush_at = 0.0  # the first token is never held back
+        while not self.is_finished and self._stream is not None:
+            try:
+                news = await self._read(self._stream, flush_at if updates and not gather else None)
+            except ServingError:
+                if updates and not gather:
+                    yield list(updates.values())
+                raise
+            if news is not None:
+                self._process(news, updates)
+                if news.ended and not self.is_finished:
+                    raise InvariantError(f"stream ended with open sequences: {self._built.request}")
+            if not updates or gather or self.is_finished:
+                continue
+            now = self._clock()
+            if now >= flush_at:
+                yield list(updates.values())
+                updates = {}
+                flush_at = now + interval_s if interval_s else 0.0
+        if updates:
+            yield list(updates.values())
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sequence has ended; what `updates` yields then is the last."""
+        return all(
+            processor.is_finished or index in self._built.ended
+            for index, processor in enumerate(self._built.processors)
+        )
+
+    async def _read(self, stream: TokenStream, until: float | None) -> StreamNews | None:
+        """News, or None when `until` came first."""
+        try:
+            if until is None:
+                return await stream.read()
+            try:
+                async with asyncio.timeout(max(0.0, until - self._clock())):
+                    return await stream.read()
+            except TimeoutError:
+                return None
+        except AbortedError:
+            if self._claim.is_replaced:
+                raise AbortedError(
+                    f"request_id {self.request_id!r} was taken over by another call that resumes "
+                    "it.",
+                    request_id=self.request_id,
+                ) from None
+            raise
+
+    def _process(self, news: StreamNews, updates: dict[int, Update]) -> None:
+        request = self._built.request
+        num_tokens = 0
+        for entry in news.sequences:
+            processor = self._built.processors[entry.index]
+            if processor.is_finished:
+                continue
+            before = processor.num_tokens
+            chunk = processor.process(entry.token_ids, entry.finish_reason)
+            num_tokens += processor.num_tokens - before
+            if chunk.stop_string is not None and entry.finish_reason is None:
+                self._cluster.finish(
+                    request.sequences[entry.index], processor.num_tokens, FinishReason.STOP
+                )
+            self._add(entry.index, chunk, updates)
+        if num_tokens > 0:
+            self._record_tokens(num_tokens)
+
+    def _add(self, index: int, chunk: OutputChunk, updates: dict[int, Update]) -> None:
+        if not chunk:
+            return
+        if chunk.finish_reason is not None:
+            self._finish_reasons.append(chunk.finish_reason)
+        update = updates.get(index)
+        if update is None:
+            update = updates[index] = Update(index)
+        update.add(chunk)
+
+    def _record_tokens(self, num_tokens: int) -> None:
+        self._metrics.num_generation_tokens += num_tokens
+        now = self._clock()
+        if self._last_token_at is None:
+            self._metrics.time_to_first_token.observe(now - self._started)
+        else:
+            gap = (now - self._last_token_at) / num_tokens
+            self._metrics.inter_token_latency.observe(gap, count=num_tokens)
+        self._last_token_at = now
+
+    def record_end(self) -> None:
+        """Count the request once, when its call ends."""
+        self._metrics.on_ended(
+            finish_reasons=[reason.name.lower() for reason in self._finish_reasons],
+            latency_s=self._clock() - self._started,
+            is_complete=self.is_finished,
+        )

@@ -1,0 +1,194 @@
+"""The public service: one method per call of the API.
+
+Owns: how updates become responses, how long a client may leave a response unread. Does not know:
+what a request may hold (`request_builder`), how it runs (`cluster`), sockets (`server`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from control_plane.call_errors import CallGuard
+from control_plane.errors import ServingError, SlowClientError
+from control_plane.generate_batch import BatchCall
+from control_plane.message_decoding import MessageDecoder
+from control_plane.prompt_encoder import encode_prompt
+from control_plane.request_checks import checked_ids
+from control_plane.responses import to_outputs, to_stats
+from protos.pagewire.v1 import inference_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from google.protobuf.message import Message
+
+    from control_plane.cluster import Cluster
+    from control_plane.errors import InvariantError
+    from control_plane.generation import GenerationService
+    from control_plane.metrics import Metrics
+    from control_plane.model_catalog import ModelCatalog
+    from control_plane.service_limits import ServiceLimits
+    from control_plane.tokenizer import EncodingPool
+
+SERVICE_NAME = "pagewire.v1.InferenceService"
+
+
+class InferenceService:
+    """Answers clients. One per process."""
+
+    def __init__(
+        self,
+        *,
+        catalog: ModelCatalog,
+        cluster: Cluster,
+        generations: GenerationService,
+        pool: EncodingPool,
+        metrics: Metrics,
+        limits: ServiceLimits,
+        on_fatal: Callable[[InvariantError], None],
+    ) -> None:
+        self._catalog = catalog
+        self._cluster = cluster
+        self._generations = generations
+        self._pool = pool
+        self._limits = limits
+        self._guard = CallGuard(metrics, on_fatal)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register every method, each with a deserializer that explains what it cannot read."""
+        unary = grpc.unary_unary_rpc_method_handler
+        stream = grpc.unary_stream_rpc_method_handler
+        bidi = grpc.stream_stream_rpc_method_handler
+        pb = inference_pb2
+        methods: dict[str, tuple[Any, Any, type[Message]]] = {
+            "Generate": (stream, self._generate, pb.GenerateRequest),
+            "GenerateBatch": (bidi, self._generate_batch, pb.GenerateBatchRequest),
+            "Tokenize": (unary, self._tokenize, pb.TokenizeRequest),
+            "Detokenize": (unary, self._detokenize, pb.DetokenizeRequest),
+            "ListModels": (unary, self._list_models, pb.ListModelsRequest),
+            "GetStats": (unary, self._get_stats, pb.GetStatsRequest),
+        }
+        handlers = {
+            name: kind(
+                self._guarded(method),
+                request_deserializer=MessageDecoder(
+                    message_class, max_bytes=self._limits.max_message_bytes
+                ),
+                response_serializer=_serialize,
+            )
+            for name, (kind, method, message_class) in methods.items()
+        }
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),)
+        )
+
+    def _guarded(self, method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        async def handle(message: Any, context: Any) -> Any:
+            if isinstance(message, ServingError):
+                return await self._guard.run(context, _fail(message))
+            return await self._guard.run(context, method(message, context))
+
+        return handle
+
+    async def _generate(self, message: inference_pb2.GenerateRequest, context: Any) -> None:
+        async with self._generations.admit(
+            message, timeout_s=context.time_remaining()
+        ) as generation:
+            # At once, before any token: a client can resume from here on.
+            response = inference_pb2.GenerateResponse(
+                request_id=generation.request_id, seed=generation.seed
+            )
+            await self._write(context, response)
+            is_complete = False
+            async with aclosing(generation.updates()) as all_updates:
+                async for updates in all_updates:
+                    response = inference_pb2.GenerateResponse(outputs=to_outputs(updates))
+                    if is_complete := generation.is_finished:
+                        response.usage.CopyFrom(generation.usage())
+                    await self._write(context, response)
+            if not is_complete:  # every end was known to the client
+                response = inference_pb2.GenerateResponse(usage=generation.usage())
+                await self._write(context, response)
+
+    async def _write(self, context: Any, response: inference_pb2.GenerateResponse) -> None:
+        limit_s = self._limits.write_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await context.write(response)
+        except TimeoutError:
+            raise SlowClientError(
+                f"The client left a response unread for {limit_s:g} seconds, so its stream was "
+                "cancelled. Read faster, ask for a flush_interval, or resume the request.",
+                limit_s=f"{limit_s:g}",
+            ) from None
+
+    async def _generate_batch(self, requests: Any, context: Any) -> None:
+        del requests  # read through the context, one at a time
+        call = BatchCall(
+            context,
+            self._generations,
+            self._guard,
+            window=self._limits.batch_window,
+        )
+        await call.run()
+
+    async def _tokenize(
+        self, message: inference_pb2.TokenizeRequest, context: Any
+    ) -> inference_pb2.TokenizeResponse:
+        del context
+        model = self._catalog.find(message.model)
+        ids = await encode_prompt(message, model, self._pool)
+        return inference_pb2.TokenizeResponse(
+            token_ids=ids.tolist(), max_model_len=model.served.max_model_len
+        )
+
+    async def _detokenize(
+        self, message: inference_pb2.DetokenizeRequest, context: Any
+    ) -> inference_pb2.DetokenizeResponse:
+        del context
+        model = self._catalog.find(message.model)
+        ids: list[int] = checked_ids(
+            message.token_ids, "token_ids", model.served.vocab_size
+        ).tolist()
+        skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
+        text = await self._pool.run(
+            len(ids), lambda: model.tokenizer.decode(ids, skip_special_tokens=skip)
+        )
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    async def _list_models(
+        self, message: inference_pb2.ListModelsRequest, context: Any
+    ) -> inference_pb2.ListModelsResponse:
+        del message, context
+        return inference_pb2.ListModelsResponse(
+            models=[
+                inference_pb2.Model(
+                    name=name,
+                    fingerprint=model.served.base_fingerprint.hex(),
+                    max_model_len=model.served.max_model_len,
+                    vocab_size=model.served.vocab_size,
+                    ready_replicas=self._cluster.num_ready(name),
+                    has_chat_template=model.tokenizer.has_chat_template,
+                )
+                for name, model in self._catalog.models.items()
+            ]
+        )
+
+    async def _get_stats(
+        self, message: inference_pb2.GetStatsRequest, context: Any
+    ) -> inference_pb2.GetStatsResponse:
+        del message, context
+        return to_stats(self._cluster.stats())
+
+
+def _serialize(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+async def _fail(error: ServingError) -> None:
+    raise error

@@ -1,0 +1,243 @@
+"""What Prometheus sees, under the names that dashboards of this field know, prefixed `pagewire_`.
+
+Latencies and counts of requests are kept here; the state of replicas is read from a snapshot when
+somebody scrapes. Everything lives on the event loop: the scrape's thread asks the loop.
+
+Owns: names, buckets. Does not know: where the numbers come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from prometheus_client.metrics_core import Metric
+
+    from control_plane.stats import ClusterSnapshot, ReplicaSnapshot
+
+_PREFIX = "pagewire_"
+_SCRAPE_TIMEOUT_S = 5.0
+_TOKEN_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+_REQUEST_BUCKETS = (
+    0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+)  # fmt: skip
+
+
+class LatencyHistogram:
+    """Counts per bucket, in seconds. A tenth of the cost of the library's own, which locks."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value_s: float, *, count: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value_s)] += count
+        self._sum += value_s * count
+
+    def family(self, name: str, documentation: str) -> HistogramMetricFamily:
+        buckets: list[tuple[str, float]] = []
+        total = 0
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            buckets.append(("+Inf" if bound == float("inf") else str(bound), total))
+        family = HistogramMetricFamily(_PREFIX + name, documentation)
+        family.add_metric([], buckets, self._sum)
+        return family
+
+
+class Metrics:
+    """Counters of the edge. One per process."""
+
+    def __init__(self) -> None:
+        self.time_to_first_token = LatencyHistogram(_TOKEN_BUCKETS)
+        self.inter_token_latency = LatencyHistogram(_TOKEN_BUCKETS)
+        self.e2e_request_latency = LatencyHistogram(_REQUEST_BUCKETS)
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        self.successes: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+
+    def on_admitted(self, num_prompt_tokens: int) -> None:
+        self.num_prompt_tokens += num_prompt_tokens
+
+    def on_ended(
+        self,
+        *,
+        finish_reasons: Sequence[str],
+        latency_s: float,
+        is_complete: bool,
+    ) -> None:
+        """A call's request is over.
+
+        Args:
+            finish_reasons: One per sequence that ended by itself.
+            latency_s: Since the message came in.
+            is_complete: Every sequence ended by itself.
+        """
+        if is_complete:
+            self.successes.update(finish_reasons or ["resumed"])
+            self.e2e_request_latency.observe(latency_s)
+
+    def on_failed(self, reason: str) -> None:
+        """A call ended with an error; `reason` is one of the stable ones, or CANCELLED."""
+        self.failures[reason] += 1
+
+    def families(self, snapshot: ClusterSnapshot) -> Iterable[Metric]:
+        """Everything, as of now."""
+        yield self.time_to_first_token.family(
+            "time_to_first_token_seconds", "From the message to the first visible token."
+        )
+        yield self.inter_token_latency.family(
+            "inter_token_latency_seconds", "Between output tokens of one request."
+        )
+        yield self.e2e_request_latency.family(
+            "e2e_request_latency_seconds", "From the message to the last token."
+        )
+        yield _counter("prompt_tokens", "Prompt tokens admitted.", self.num_prompt_tokens)
+        yield _counter("generation_tokens", "Output tokens.", self.num_generation_tokens)
+        success = CounterMetricFamily(
+            _PREFIX + "request_success",
+            "Sequences that ended by themselves.",
+            labels=["finished_reason"],
+        )
+        for reason in ("stop", "length", "error", *self.successes):
+            success.add_metric([reason], self.successes[reason])
+        yield success
+        failure = CounterMetricFamily(
+            _PREFIX + "request_failure", "Calls that ended with an error.", labels=["reason"]
+        )
+        for reason, count in self.failures.items():
+            failure.add_metric([reason], count)
+        yield failure
+        yield from _cluster_families(snapshot)
+
+
+def _counter(name: str, documentation: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(_PREFIX + name, documentation, value=value)
+
+
+def _cluster_families(snapshot: ClusterSnapshot) -> Iterable[Metric]:
+    yield GaugeMetricFamily(
+        _PREFIX + "num_requests_unplaced",
+        "Requests that wait for a replica.",
+        value=snapshot.num_requests_unplaced,
+    )
+    yield GaugeMetricFamily(_PREFIX + "term", "Fencing number.", value=snapshot.term)
+    yield GaugeMetricFamily(
+        _PREFIX + "prefix_store_up",
+        "Whether the prefix store answers.",
+        value="unreachable" not in snapshot.prefix_store,
+    )
+    yield _counter("replicas_lost", "Replicas lost.", snapshot.num_replicas_lost)
+    yield _counter("replays", "Requests handed to a replica again.", snapshot.num_replays)
+    # Labels never hold an epoch: it changes with every restart and would grow for ever.
+    labels = ["model_name", "replica_id"]
+    for name, documentation, read in _REPLICA_GAUGES:
+        gauge = GaugeMetricFamily(_PREFIX + name, documentation, labels=labels)
+        for replica in snapshot.replicas:
+            gauge.add_metric([replica.model, replica.replica_id], read(replica))
+        yield gauge
+    for name, documentation, read in _REPLICA_COUNTERS:
+        counter = CounterMetricFamily(_PREFIX + name, documentation, labels=labels)
+        for replica in snapshot.replicas:
+            counter.add_metric([replica.model, replica.replica_id], read(replica))
+        yield counter
+
+
+def _usage(replica: ReplicaSnapshot) -> float:
+    if not replica.usable_blocks:
+        return 0.0
+    return 1.0 - replica.free_blocks / replica.usable_blocks
+
+
+_Reading = tuple[str, str, "Callable[[ReplicaSnapshot], float]"]
+_REPLICA_GAUGES: tuple[_Reading, ...] = (
+    ("replica_ready", "Whether it takes work.", lambda r: r.ready),
+    ("num_requests_running", "Sequences that hold a row.", lambda r: r.num_requests_running),
+    ("num_requests_waiting", "Sequences that wait for a row.", lambda r: r.num_requests_waiting),
+    ("kv_cache_usage_perc", "Blocks in use, 1 is all of them.", _usage),
+    ("kv_cache_blocks", "Blocks that may be handed out.", lambda r: r.usable_blocks),
+    ("kv_cache_cached_blocks", "Blocks with a known prefix.", lambda r: r.cached_blocks),
+    (
+        "unconfirmed_plans",
+        "Plans sent and not confirmed.",
+        lambda r: max(0, r.sent_version - r.confirmed_version),
+    ),
+)
+_REPLICA_COUNTERS: tuple[_Reading, ...] = (
+    ("prefix_cache_queries", "Prompt tokens looked up.", lambda r: r.prefix_queries),
+    ("prefix_cache_hits", "Prompt tokens found.", lambda r: r.prefix_hits),
+    ("num_preemptions", "Sequences that lost their blocks.", lambda r: r.num_preemptions),
+    ("resets", "Resets sent.", lambda r: r.num_resets),
+    ("replayed_tokens", "Tokens computed again by replays.", lambda r: r.replayed_tokens),
+    ("plans", "Plans sent.", lambda r: r.plans_sent),
+    ("plan_bytes", "Bytes of those plans.", lambda r: r.plan_bytes),
+    ("replica_generation_tokens", "Output tokens of the replica.", lambda r: r.generation_tokens),
+)
+
+
+class _LoopCollector(Collector):
+    """Collects on the event loop, for a scrape that comes in on a thread."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        metrics: Metrics,
+        stats: Callable[[], ClusterSnapshot],
+    ) -> None:
+        self._loop = loop
+        self._metrics = metrics
+        self._stats = stats
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # or registration would collect once, before the loop runs
+
+    def collect(self) -> Iterable[Metric]:
+        if self._loop.is_closed():
+            return []
+        future = asyncio.run_coroutine_threadsafe(self._collect(), self._loop)
+        return future.result(timeout=_SCRAPE_TIMEOUT_S)
+
+    async def _collect(self) -> list[Metric]:
+        return list(self._metrics.families(self._stats()))
+
+
+class MetricsServer:
+    """The HTTP port that Prometheus scrapes. Serves nothing else."""
+
+    def __init__(
+        self, metrics: Metrics, stats: Callable[[], ClusterSnapshot], *, host: str, port: int
+    ) -> None:
+        """Listen at once; call on the running loop.
+
+        Raises:
+            OSError: The port is taken.
+        """
+        registry = CollectorRegistry()
+        registry.register(_LoopCollector(asyncio.get_running_loop(), metrics, stats))
+        self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        self.port: int = self._server.server_port
+
+    async def close(self) -> None:
+        # In a thread: a scrape under way waits for the loop.
+        await asyncio.to_thread(self._server.shutdown)
+        self._server.server_close()
+        await asyncio.to_thread(self._thread.join)

@@ -1,0 +1,226 @@
+"""GenerateRequest to Request: everything a client can get wrong is found here, before admission.
+
+Owns: the defaults of the public API, and what only a model's limits decide. Does not know: live
+requests, replicas, transports.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from control_plane.errors import InvalidRequestError, RequestTooLongError
+from control_plane.output_processor import OutputProcessor, PastEndError
+from control_plane.prompt_encoder import encode_prompt
+from control_plane.request import FinishReason, Request, SamplingParams
+from control_plane.request_checks import (
+    check_cache_salt,
+    check_request_id,
+    checked_ids,
+    flush_interval_s,
+    read_resume,
+    refuse_unsupported,
+)
+from control_plane.tokenizer import check_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from control_plane.model_catalog import CatalogModel, ModelCatalog
+    from control_plane.output_processor import OutputChunk
+    from control_plane.request_checks import Resume
+    from control_plane.tokenizer import EncodingPool
+    from protos.pagewire.v1 import inference_pb2
+
+# Enough of a prompt's end for any detokenizer.
+_PROMPT_TAIL = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltRequest:
+    """An admissible request and what its output goes through.
+
+    Attributes:
+        request: To submit, unless every sequence has ended.
+        model: The model that it names.
+        processors: One per sequence.
+        ended: Ends that a resume brought along or reached, by sequence index; their sequences have
+            nothing to generate. None: the client has that end already.
+        flush_interval_s: How long tokens may be gathered before a response is sent.
+    """
+
+    request: Request
+    model: CatalogModel
+    processors: list[OutputProcessor]
+    ended: dict[int, OutputChunk | None]
+    flush_interval_s: float
+
+
+class RequestBuilder:
+    """Turns messages of clients into requests. One per process."""
+
+    def __init__(
+        self,
+        catalog: ModelCatalog,
+        pool: EncodingPool,
+        *,
+        longest_fit: Callable[[CatalogModel, int], int] | None = None,
+        max_n: int = 1,
+    ) -> None:
+        """Wire it up.
+
+        Args:
+            catalog: The served models.
+            pool: Encodes long prompts.
+            longest_fit: Tokens that so many sequences of a model can have on some replica; without
+                max_tokens a request gets as many. None: as the model allows.
+            max_n: Most continuations of one request.
+        """
+        self._catalog = catalog
+        self._pool = pool
+        self._longest_fit = longest_fit or _model_length
+        self._max_n = max_n
+        self._arrivals = itertools.count()
+
+    async def build(
+        self, message: inference_pb2.GenerateRequest, *, req_id: str, tenant: str = ""
+    ) -> BuiltRequest:
+        """Check a message as a whole, tokenize its prompt and resolve its defaults.
+
+        Args:
+            message: From the client.
+            req_id: The server's own id for it.
+            tenant: Whom the request is accounted to; the cache salt if empty.
+
+        Raises:
+            ServingError: Whatever is wrong with the message.
+        """
+        model = self._catalog.find(message.model)
+        check_request_id(message.request_id)
+        check_cache_salt(message.cache_salt)
+        refuse_unsupported(message)
+        sampling = self._sampling(message.sampling, model.served.vocab_size)
+        interval_s = flush_interval_s(message)
+        resume = read_resume(message.resume, sampling.n, model.served.vocab_size)
+        prompt = await encode_prompt(message, model, self._pool)
+        max_model_len = model.served.max_model_len
+        if prompt.size >= max_model_len:
+            raise RequestTooLongError(
+                f"The prompt has {prompt.size} tokens but {model.served.name} accepts at most "
+                f"{max_model_len - 1} (max_model_len={max_model_len}, one place is kept for the "
+                "first output token). Shorten the prompt.",
+                field="prompt",
+                value=prompt.size,
+                limit=max_model_len - 1,
+                max_model_len=max_model_len,
+            )
+        if sampling.max_tokens is not None:
+            max_tokens = min(max_model_len - prompt.size, sampling.max_tokens)
+        else:
+            # At least one: then the cluster refuses it and names what would fit.
+            longest = min(max_model_len, self._longest_fit(model, sampling.n))
+            max_tokens = max(1, longest - prompt.size)
+        request = Request(
+            req_id=req_id,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
+            max_total_tokens=prompt.size + max_tokens,
+            arrival=next(self._arrivals),
+            eos_token_ids=model.served.eos_token_ids,
+            priority=message.priority,
+            tenant=tenant or message.cache_salt,
+            cache_salt=message.cache_salt,
+            adapter=message.adapter,
+            resume={index: ids for index, (ids, _) in resume.items()},
+        )
+        tail: list[int] = prompt[-_PROMPT_TAIL:].tolist()
+        processors = [
+            OutputProcessor(
+                model.tokenizer.detokenizer(tail, skip_special_tokens=sampling.skip_special_tokens),
+                sampling,
+                eos_token_ids=model.served.eos_token_ids,
+                max_tokens=max_tokens,
+            )
+            for _ in request.sequences
+        ]
+        return BuiltRequest(
+            request=request,
+            model=model,
+            processors=processors,
+            ended=_replay(request, processors, resume, max_tokens),
+            flush_interval_s=interval_s,
+        )
+
+    def _sampling(self, message: inference_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
+        n = message.n if message.HasField("n") else 1
+        if not 1 <= n <= self._max_n:
+            raise InvalidRequestError(
+                f"n must be in [1, {self._max_n}], got {n}. Send one request per continuation.",
+                field="n",
+                value=n,
+                limit=f"[1, {self._max_n}]",
+            )
+        for i, stop in enumerate(message.stop):
+            check_text(stop, field=f"stop[{i}]")
+        checked_ids(message.stop_token_ids, "stop_token_ids", vocab_size)
+        return SamplingParams(
+            n=n,
+            max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+            min_tokens=message.min_tokens,
+            temperature=message.temperature if message.HasField("temperature") else 1.0,
+            top_p=message.top_p if message.HasField("top_p") else 1.0,
+            top_k=message.top_k,
+            min_p=message.min_p,
+            seed=message.seed if message.HasField("seed") else None,
+            stop=tuple(message.stop),
+            stop_token_ids=tuple(dict.fromkeys(message.stop_token_ids)),
+            ignore_eos=message.ignore_eos,
+            include_stop_str_in_output=message.include_stop_str_in_output,
+            skip_special_tokens=(
+                message.skip_special_tokens if message.HasField("skip_special_tokens") else True
+            ),
+        )
+
+
+def _model_length(model: CatalogModel, num_sequences: int) -> int:
+    del num_sequences
+    return model.served.max_model_len
+
+
+def _replay(
+    request: Request, processors: list[OutputProcessor], resume: Resume, max_tokens: int
+) -> dict[int, OutputChunk | None]:
+    """Bring processors to where the client is, and find the sequences that have ended there."""
+    ended: dict[int, OutputChunk | None] = {}
+    for index, (ids, finish_reason) in resume.items():
+        if len(ids) > max_tokens:
+            raise InvalidRequestError(
+                f"The resume of sequence {index} has {len(ids)} token ids, but the request ends "
+                f"after {max_tokens}. Send the original prompt and max_tokens.",
+                field="resume",
+                value=len(ids),
+                limit=max_tokens,
+            )
+        sequence = request.sequences[index]
+        if finish_reason:
+            sequence.finish_reason = FinishReason(finish_reason)
+            processors[index].num_tokens = len(ids)
+            ended[index] = None
+            continue
+        try:
+            end = processors[index].resume(ids)
+        except PastEndError as error:
+            raise InvalidRequestError(
+                f"The resume of sequence {index} has {len(ids)} token ids, but the sequence ended "
+                f"after {error.num_tokens}. Send what was received, with its finish_reason.",
+                field="resume",
+                value=len(ids),
+                limit=error.num_tokens,
+            ) from None
+        if end is not None:
+            sequence.finish_reason = end.finish_reason
+            ended[index] = end
+    return ended

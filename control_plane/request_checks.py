@@ -1,0 +1,178 @@
+"""What single fields of the public API may hold: every limit that needs no model's file.
+
+Every refusal names the field, its value, the limit and what to do. Values that may be a prompt are
+named by place and length only.
+
+Owns: limits. Does not know: defaults, models, live requests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from control_plane.errors import InvalidRequestError, UnsupportedFeatureError
+from control_plane.tokenizer import check_text
+from protos.pagewire.v1 import inference_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+MAX_REQUEST_ID_BYTES = 128
+MAX_CACHE_SALT_BYTES = 256
+MAX_FLUSH_INTERVAL_S = 60.0
+
+# Ids that a client has and the finish reason if it has one (0 if not), by sequence index.
+Resume = dict[int, tuple[list[int], int]]
+
+
+def check_request_id(request_id: str) -> None:
+    """Refuse what is not at most 128 bytes of printable ASCII; empty is fine.
+
+    Raises:
+        InvalidRequestError: Names the length or the place, not the id.
+    """
+    if len(request_id.encode("utf-8", "surrogatepass")) > MAX_REQUEST_ID_BYTES:
+        raise InvalidRequestError(
+            f"request_id has {len(request_id)} characters, at most {MAX_REQUEST_ID_BYTES} bytes "
+            "are accepted. Use a shorter one, such as a UUID.",
+            field="request_id",
+            value=len(request_id),
+            limit=MAX_REQUEST_ID_BYTES,
+        )
+    for position, char in enumerate(request_id):
+        if not " " <= char <= "~":
+            raise InvalidRequestError(
+                f"request_id has U+{ord(char):04X} at character {position}; only printable ASCII "
+                "is accepted. Use letters, digits and punctuation.",
+                field="request_id",
+                value=f"U+{ord(char):04X}",
+                position=position,
+                limit="printable ASCII",
+            )
+
+
+def check_cache_salt(cache_salt: str) -> None:
+    """Refuse a salt that is too long or no text.
+
+    Raises:
+        InvalidRequestError: Names its length, not the salt.
+    """
+    check_text(cache_salt, field="cache_salt")
+    num_bytes = len(cache_salt.encode())
+    if num_bytes > MAX_CACHE_SALT_BYTES:
+        raise InvalidRequestError(
+            f"cache_salt has {num_bytes} bytes, at most {MAX_CACHE_SALT_BYTES} are accepted. Send "
+            "a hash of it instead.",
+            field="cache_salt",
+            value=num_bytes,
+            limit=MAX_CACHE_SALT_BYTES,
+        )
+
+
+def refuse_unsupported(message: inference_pb2.GenerateRequest) -> None:
+    """Refuse fields that this server would ignore.
+
+    Raises:
+        UnsupportedFeatureError: Names the first of them.
+    """
+    for field in _unsupported_fields(message):
+        raise UnsupportedFeatureError(
+            f"{field} is part of the API but not built into this server. Leave it unset.",
+            field=field,
+        )
+
+
+def _unsupported_fields(message: inference_pb2.GenerateRequest) -> Iterator[str]:
+    sampling = message.sampling
+    if message.adapter:
+        yield "adapter"
+    # NaN differs from everything, hence is refused as well.
+    if sampling.presence_penalty != 0:
+        yield "presence_penalty"
+    if sampling.frequency_penalty != 0:
+        yield "frequency_penalty"
+    if sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1:
+        yield "repetition_penalty"
+    for field in ("logprobs", "prompt_logprobs", "structured_output", "beam_search"):
+        if sampling.HasField(field):
+            yield field
+    if sampling.logit_bias:
+        yield "logit_bias"
+    if sampling.allowed_token_ids:
+        yield "allowed_token_ids"
+    if sampling.bad_words:
+        yield "bad_words"
+
+
+def flush_interval_s(message: inference_pb2.GenerateRequest) -> float:
+    """How long tokens may be gathered, in seconds.
+
+    Raises:
+        InvalidRequestError: It is negative or longer than a minute.
+    """
+    interval = message.flush_interval
+    seconds = interval.seconds + interval.nanos / 1e9
+    if not 0 <= seconds <= MAX_FLUSH_INTERVAL_S:
+        raise InvalidRequestError(
+            f"flush_interval must be in [0, {MAX_FLUSH_INTERVAL_S:g}] seconds, got {seconds:g}. "
+            "Leave it unset to get every step's tokens at once.",
+            field="flush_interval",
+            value=f"{seconds:g}",
+            limit=f"[0, {MAX_FLUSH_INTERVAL_S:g}]",
+        )
+    return seconds
+
+
+def checked_ids(ids: Sequence[int], field: str, vocab_size: int) -> NDArray[np.int32]:
+    """Token ids as an array.
+
+    Raises:
+        InvalidRequestError: Names the first id outside the vocabulary.
+    """
+    array = np.fromiter(ids, dtype=np.int32, count=len(ids))
+    bad = np.flatnonzero((array < 0) | (array >= vocab_size))
+    if bad.size:
+        i, value = int(bad[0]), int(array[bad[0]])
+        raise InvalidRequestError(
+            f"{field}[{i}] is {value}, outside the vocabulary [0, {vocab_size}). Tokenize with "
+            "this model's tokenizer.",
+            field=f"{field}[{i}]",
+            value=value,
+            limit=f"[0, {vocab_size})",
+        )
+    return array
+
+
+def read_resume(entries: Iterable[inference_pb2.SequenceResume], n: int, vocab_size: int) -> Resume:
+    """What a client has of each sequence.
+
+    Raises:
+        InvalidRequestError: An index, id or finish reason that cannot be.
+    """
+    resume: Resume = {}
+    for i, entry in enumerate(entries):
+        field = f"resume[{i}]"
+        if not 0 <= entry.index < n or entry.index in resume:
+            why = "named twice" if entry.index in resume else f"not one of the {n} continuations"
+            raise InvalidRequestError(
+                f"{field}.index is {entry.index}, which is {why}. Send one entry per sequence, "
+                f"with an index in [0, {n}).",
+                field=f"{field}.index",
+                value=entry.index,
+                limit=f"[0, {n}), each once",
+            )
+        if entry.finish_reason not in inference_pb2.FinishReason.values():
+            raise InvalidRequestError(
+                f"{field}.finish_reason is {entry.finish_reason}, which is not a FinishReason. "
+                "Send the one that was received, or leave it unset.",
+                field=f"{field}.finish_reason",
+                value=entry.finish_reason,
+                limit="a FinishReason",
+            )
+        ids = checked_ids(entry.token_ids, f"{field}.token_ids", vocab_size)
+        resume[entry.index] = (ids.tolist(), entry.finish_reason)
+    return resume

@@ -1,0 +1,292 @@
+"""The process: everything wired together, three listeners, and an end in good order.
+
+- public port: InferenceService, grpc.health.v1, reflection;
+- worker port: WorkerService and nothing else;
+- metrics port: HTTP for Prometheus.
+
+Owns: wiring, ports, readiness, the order of a shutdown. Does not know: what any service does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any, Self
+
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from control_plane import health, inference_service, router
+from control_plane.cluster import Cluster
+from control_plane.generation import GenerationService
+from control_plane.health import HealthService
+from control_plane.inference_service import InferenceService
+from control_plane.metrics import Metrics, MetricsServer
+from control_plane.prefix_store import open_prefix_store
+from control_plane.request_builder import RequestBuilder
+from control_plane.tokenizer import EncodingPool
+from control_plane.worker_service import WORKER_SERVER_OPTIONS, WorkerService
+from protos.pagewire.v1 import worker_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from control_plane.config import ControlPlaneConfig
+    from control_plane.errors import InvariantError
+    from control_plane.model_catalog import CatalogModel, ModelCatalog
+
+logger = logging.getLogger(__name__)
+
+_READINESS_INTERVAL_S = 0.1
+# Once every request has ended, its last response may still be on its way to the client.
+_LAST_WRITES_S = 5.0
+
+
+class PortTakenError(OSError):
+    """A port cannot be bound; the message names it and its flag."""
+
+
+class ControlPlane:
+    """A running control plane: `async with ControlPlane(config, catalog) as control_plane`."""
+
+    def __init__(self, config: ControlPlaneConfig, catalog: ModelCatalog) -> None:
+        """Wire everything up, on the running loop. Nothing listens yet.
+
+        Raises:
+            ValueError: The URL of the prefix store is wrong.
+        """
+        self._config = config
+        self._catalog = catalog
+        self._store = open_prefix_store(config.redis_url, deployment=config.cluster.deployment)
+        self.metrics = Metrics()
+        self.cluster = Cluster(
+            config.cluster, [model.served for model in catalog.models.values()], self._store
+        )
+        self._pool = EncodingPool()
+        self._health = HealthService()
+        self._fatal: asyncio.Future[InvariantError] = asyncio.get_running_loop().create_future()
+        builder = RequestBuilder(
+            catalog, self._pool, longest_fit=self._longest_fit, max_n=config.max_n
+        )
+        self._inference = InferenceService(
+            catalog=catalog,
+            cluster=self.cluster,
+            generations=GenerationService(self.cluster, builder, self.metrics),
+            pool=self._pool,
+            metrics=self.metrics,
+            limits=config.limits,
+            on_fatal=self._on_fatal,
+        )
+        self._public_server = self._build_public_server()
+        self._worker_server = grpc.aio.server(options=WORKER_SERVER_OPTIONS)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(
+            WorkerService(self.cluster), self._worker_server
+        )
+        self._metrics_server: MetricsServer | None = None
+        self._readiness: asyncio.Task[None] | None = None
+        self.port = 0
+        self.worker_port = 0
+
+    @property
+    def metrics_port(self) -> int:
+        return self._metrics_server.port if self._metrics_server else 0
+
+    async def start(self) -> None:
+        """Listen on all three ports.
+
+        Raises:
+            PortTakenError: One of them cannot be bound.
+        """
+        config = self._config
+        self.port = _bind(self._public_server, config.host, config.port, "--port")
+        self.worker_port = _bind(
+            self._worker_server, config.host, config.worker_port, "--worker-port"
+        )
+        try:
+            self._metrics_server = MetricsServer(
+                self.metrics, self.cluster.stats, host=config.host, port=config.metrics_port
+            )
+        except OSError as error:
+            raise _port_taken(config.host, config.metrics_port, "--metrics-port") from error
+        await self._store.start()
+        await self.cluster.start()
+        await self._worker_server.start()
+        self._health.set({"": True, inference_service.SERVICE_NAME: True, **self._ready_models()})
+        await self._public_server.start()
+        self._readiness = asyncio.create_task(self._watch_readiness(), name="readiness")
+
+    def describe(self) -> str:
+        """One line: where things listen and what is served."""
+        host = self._config.host
+        return (
+            f"pagewire control plane: public={_address(host, self.port)} "
+            f"workers={_address(host, self.worker_port)} "
+            f"metrics=http://{_address(host, self.metrics_port)}/metrics "
+            f"models={','.join(self._catalog.models)}"
+        )
+
+    async def run_until(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set or another control plane took over.
+
+        Raises:
+            InvariantError: This process contradicts itself and must end.
+        """
+        tasks: list[asyncio.Task[Any]] = [
+            asyncio.create_task(stop.wait(), name="stop"),
+            asyncio.create_task(self.cluster.superseded(), name="superseded"),
+            asyncio.create_task(self.cluster.failed(), name="failed"),
+        ]
+        try:
+            await asyncio.wait([*tasks, self._fatal], return_when=asyncio.FIRST_COMPLETED)
+            if self._fatal.done():
+                raise self._fatal.result()
+            if tasks[2].done():
+                await tasks[2]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def drain(self, grace_s: float) -> bool:
+        """Take nothing new and let what runs finish.
+
+        Returns:
+            Whether everything finished within `grace_s`.
+        """
+        if self._readiness is not None:
+            self._readiness.cancel()
+        # First of all: load balancers must hear of it before a request is refused.
+        self._health.set(
+            {"": False, inference_service.SERVICE_NAME: False}
+            | dict.fromkeys(self._catalog.models, False)
+        )
+        self.cluster.begin_drain()
+        return await self.cluster.drained(grace_s)
+
+    async def stop(self) -> None:
+        """Close everything; what still runs is cut off."""
+        if self._readiness is not None:
+            self._readiness.cancel()
+            await asyncio.gather(self._readiness, return_exceptions=True)
+        self._health.close()
+        await self._public_server.stop(_LAST_WRITES_S)
+        await self.cluster.stop()
+        await self._worker_server.stop(1.0)
+        if self._metrics_server is not None:
+            await self._metrics_server.close()
+        await self._store.close()
+        self._pool.close()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def _build_public_server(self) -> grpc.aio.Server:
+        limit = self._config.limits.max_transport_bytes
+        server = grpc.aio.server(
+            options=(
+                ("grpc.max_receive_message_length", limit),
+                ("grpc.max_send_message_length", limit),
+                # A client that vanished without a word is noticed within 40 seconds.
+                ("grpc.keepalive_time_ms", 30_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.keepalive_permit_without_calls", 1),
+                # Clients may ping every 5 seconds, with and without a call.
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                # Two servers on one port would each get some of the clients.
+                ("grpc.so_reuseport", 0),
+            )
+        )
+        self._inference.add_to(server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection(
+            (inference_service.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
+        return server
+
+    def _ready_models(self) -> dict[str, bool]:
+        return {name: self.cluster.num_ready(name) > 0 for name in self._catalog.models}
+
+    async def _watch_readiness(self) -> None:
+        while True:
+            await asyncio.sleep(_READINESS_INTERVAL_S)
+            self._health.set(self._ready_models())
+
+    def _longest_fit(self, model: CatalogModel, num_sequences: int) -> int:
+        """What the replicas of a model can hold now; without one, what the model can."""
+        limit = model.served.max_model_len
+        ready = self.cluster.fleet.ready(model.served)
+        return router.longest_fit(ready, num_sequences, limit=limit) if ready else limit
+
+    def _on_fatal(self, error: InvariantError) -> None:
+        if not self._fatal.done():
+            self._fatal.set_result(error)
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int, flag: str) -> int:
+    try:
+        bound = server.add_insecure_port(_address(host, port))
+    except RuntimeError as error:
+        raise _port_taken(host, port, flag) from error
+    if not bound:
+        raise _port_taken(host, port, flag)
+    return bound
+
+
+def _port_taken(host: str, port: int, flag: str) -> PortTakenError:
+    return PortTakenError(
+        f"cannot listen on {_address(host, port)} ({flag} {port}): the port is taken or the "
+        f"address is not of this machine. Stop what listens there, choose another {flag}, or use "
+        f"{flag} 0 for a free port."
+    )
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def serve(
+    config: ControlPlaneConfig,
+    catalog: ModelCatalog,
+    *,
+    stop: asyncio.Event,
+    cut: asyncio.Event,
+    on_listening: Callable[[str], None],
+) -> bool:
+    """Run a control plane until `stop`, then drain; `cut` ends the drain early.
+
+    Args:
+        config: Of the process.
+        catalog: The models, loaded.
+        stop: Set by a signal.
+        cut: Set by a second one.
+        on_listening: Gets one line about where things listen.
+
+    Returns:
+        Whether everything that ran could finish.
+
+    Raises:
+        PortTakenError: A port cannot be bound.
+        InvariantError: The process must end.
+    """
+    async with ControlPlane(config, catalog) as control_plane:
+        on_listening(control_plane.describe())
+        await control_plane.run_until(stop)
+        logger.info("drain: grace_s=%g", config.grace_s)
+        drain = asyncio.create_task(control_plane.drain(config.grace_s), name="drain")
+        cutting = asyncio.create_task(cut.wait(), name="cut")
+        await asyncio.wait([drain, cutting], return_when=asyncio.FIRST_COMPLETED)
+        finished = drain.done() and await drain
+        for task in (drain, cutting):
+            task.cancel()
+        await asyncio.gather(drain, cutting, return_exceptions=True)
+        logger.info("drained: finished=%s", finished)
+        return finished
