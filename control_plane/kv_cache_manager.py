@@ -165,16 +165,14 @@ class KVCacheManager:
         self.num_blocks[rows] += 1
         return block_ids
 
-    def register(
-        self, row: int, sequence: Sequence, num_tokens: int, version: int | None = None
-    ) -> None:
+    def register_chunk(self, row: int, sequence: Sequence, num_tokens: int, version: int) -> None:
         """Name the full blocks of the row's first `num_tokens` tokens, all of them known.
 
         Args:
             row: Whose table it is.
             sequence: Whose tokens they are.
             num_tokens: Tokens that are computed once plan `version` ran.
-            version: The plan that computes them; None if their result has come.
+            version: The plan that computes them.
         """
         if not self.config.enable_prefix_caching:
             return
@@ -182,9 +180,7 @@ class KVCacheManager:
         if first >= last:
             return
         hashes = self._hasher.extend(sequence, num_tokens)
-        register = self.pool.register
-        for i, block_id in enumerate(self.block_table[row, first:last].tolist(), first):
-            register(block_id, hashes[i], version)
+        self.pool.register(self.block_table[row, first:last].tolist(), hashes[first:last], version)
         self.num_registered[row] = last
 
     def rows_to_register(
@@ -199,6 +195,22 @@ class KVCacheManager:
         if not self.config.enable_prefix_caching:
             return rows[:0]
         return rows[num_confirmed[rows] // self.block_size > self.num_registered[rows]]
+
+    def register_decoded(self, rows: NDArray[np.int32], sequences: list[Sequence]) -> None:
+        """Name the next block of rows whose decoding has filled it, as results have confirmed.
+
+        Args:
+            rows: int32, from `rows_to_register` after every result, so that it is one block each.
+            sequences: Parallel to rows.
+        """
+        indices = self.num_registered[rows]
+        self.num_registered[rows] += 1
+        block_size, extend = self.block_size, self._hasher.extend
+        hashes = [
+            extend(sequence, (index + 1) * block_size)[index]
+            for sequence, index in zip(sequences, indices.tolist(), strict=True)
+        ]
+        self.pool.register(self.block_table[rows, indices].tolist(), hashes, None)
 
     def forget(self, row: int) -> None:
         """Take the names of all blocks that the row has computed: its values are not to be trusted.

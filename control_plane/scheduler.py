@@ -324,7 +324,7 @@ class Scheduler:
             return 0
         chunks[row] = num_tokens
         batch.num_computed[row] = num_computed + num_tokens
-        self.kv_cache_manager.register(row, sequence, num_computed + num_tokens, version)
+        self.kv_cache_manager.register_chunk(row, sequence, num_computed + num_tokens, version)
         return num_tokens
 
     def _record(
@@ -399,8 +399,9 @@ class Scheduler:
             sequence.output_token_ids.append(token_id)
         batch.num_confirmed[live_rows] += 1
         # Before rows are released: what a sequence computed to its end stays cached.
-        for row in kv.rows_to_register(live_rows, batch.num_confirmed).tolist():
-            kv.register(row, batch.sequence_at(row), int(batch.num_confirmed[row]))
+        filled = kv.rows_to_register(live_rows, batch.num_confirmed)
+        if filled.size:
+            kv.register_decoded(filled, batch.sequences_at(filled))
         for index, reason in finished.items():
             sequence = ordered.sequences[index]
             if sequence.finish_reason is None:
