@@ -1,0 +1,58 @@
+"""Client of Pagewire's public API: `Client`, `AsyncClient` and typed exceptions.
+
+Owns: the shape of calls in Python. Does not know: the server's insides; imports protos and grpc.
+"""
+
+from pagewire_client.async_client import AsyncClient, AsyncGeneration
+from pagewire_client.client import Client, Generation
+from pagewire_client.errors import (
+    AbortedError,
+    CancelledError,
+    DeadlineError,
+    DuplicateRequestError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    PagewireError,
+    SlowClientError,
+    UnavailableError,
+    UnsupportedFeatureError,
+)
+from pagewire_client.requests import GenerateOptions, Prompt, build_request
+from pagewire_client.results import (
+    BatchResult,
+    Chunk,
+    Completion,
+    GenerationLog,
+    Model,
+    Output,
+    Usage,
+)
+
+__all__ = [
+    "AbortedError",
+    "AsyncClient",
+    "AsyncGeneration",
+    "BatchResult",
+    "CancelledError",
+    "Chunk",
+    "Client",
+    "Completion",
+    "DeadlineError",
+    "DuplicateRequestError",
+    "GenerateOptions",
+    "Generation",
+    "GenerationLog",
+    "InvalidRequestError",
+    "Model",
+    "NotFoundError",
+    "Output",
+    "OverloadedError",
+    "PagewireError",
+    "Prompt",
+    "SlowClientError",
+    "UnavailableError",
+    "UnsupportedFeatureError",
+    "Usage",
+    "build_request",
+]
