@@ -49,9 +49,11 @@ class GgufFile:
         """Opens the file and checks that its architecture is known.
 
         Raises:
-            ModelError: the `gguf` package is missing, the file is no GGUF file, or its
-                architecture is not supported.
+            ModelError: there is no such file, it is no GGUF file, its architecture is not
+                supported, or the `gguf` package is missing.
         """
+        if not path.is_file():
+            raise ModelError(f"{path} does not exist")
         try:
             import gguf
         except ImportError as error:
@@ -130,6 +132,8 @@ class GgufFile:
         for name, info in self._infos.items():
             hf_name = self._hf_name(name)
             array = np.asarray(self._dequantize(info.data, info.tensor_type), dtype=np.float32)
+            if not array.flags.writeable:
+                array = array.copy()  # fp32 tensors come as views of the read-only file
             if ".q_proj." in hf_name:
                 array = undo_permutation(array, num_heads)
             elif ".k_proj." in hf_name:
