@@ -1,0 +1,240 @@
+"""One suite for every prefix store: in memory, and in a real Valkey server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import pytest
+from prefix_store_helpers import (
+    OTHER_DEPLOYMENT,
+    OTHER_EPOCH,
+    SCOPE,
+    TIMING,
+    Recorder,
+    entries,
+    entry,
+    opened_store,
+    until_loaded,
+)
+from valkey_process import ValkeyProcess
+
+from control_plane.memory_prefix_store import MemoryPrefixStore
+from control_plane.prefix_store import (
+    StoreObserver,
+    StoreTiming,
+    decode_entry,
+    encode_entry,
+    open_prefix_store,
+    parse_store_url,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
+
+    from control_plane.prefix_store import PrefixStore
+
+
+@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+async def open_store(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> AsyncIterator[Callable[..., Awaitable[PrefixStore]]]:
+    """Opens stores of one kind. Those of the Redis kind share a server."""
+    async with contextlib.AsyncExitStack() as stack:
+        url = "memory://"
+        if request.param == "redis":
+            server = ValkeyProcess(tmp_path)
+            await server.start()
+            stack.push_async_callback(server.kill)
+            url = server.url
+
+        async def open_one(
+            timing: StoreTiming = TIMING, observer: StoreObserver | None = None
+        ) -> PrefixStore:
+            return await stack.enter_async_context(
+                opened_store(url, timing=timing, observer=observer)
+            )
+
+        yield open_one
+
+
+async def test_unknown_scope_is_empty(open_store):
+    store = await open_store()
+    assert await store.load(SCOPE) == {}
+
+
+async def test_recorded_entries_are_loaded(open_store):
+    store = await open_store()
+    store.record(SCOPE, entries(3))
+    await until_loaded(store, SCOPE, entries(3))
+
+
+async def test_record_is_visible_to_load_at_once(open_store):
+    store = await open_store()
+    store.record(SCOPE, entries(3))
+    store.record(SCOPE, {2: None, 3: entry(9, 7)})
+    assert await store.load(SCOPE) == {1: entry(1), 3: entry(9, 7)}
+
+
+async def test_newest_value_of_a_block_wins(open_store):
+    store = await open_store()
+    for generation in range(1, 200):
+        store.record(SCOPE, {5: entry(generation, generation)})
+    await until_loaded(store, SCOPE, {5: entry(199, 199)})
+
+
+async def test_removed_entry_is_gone(open_store):
+    store = await open_store()
+    store.record(SCOPE, entries(3))
+    await until_loaded(store, SCOPE, entries(3))
+    store.record(SCOPE, {1: None, 3: None, 77: None})
+    await until_loaded(store, SCOPE, {2: entry(2)})
+
+
+async def test_scopes_do_not_meet(open_store):
+    store = await open_store()
+    store.record(SCOPE, {1: entry(1)})
+    store.record(OTHER_EPOCH, {1: entry(2)})
+    store.record(OTHER_DEPLOYMENT, {1: entry(3)})
+    await until_loaded(store, SCOPE, {1: entry(1)})
+    await until_loaded(store, OTHER_EPOCH, {1: entry(2)})
+    await until_loaded(store, OTHER_DEPLOYMENT, {1: entry(3)})
+
+
+async def test_limits_of_an_entry_survive(open_store):
+    store = await open_store()
+    limits = {1: (b"\x00" * 32, 0), 2**31 - 1: (b"\xff" * 32, 2**63 - 1)}
+    store.record(SCOPE, limits)
+    await until_loaded(store, SCOPE, limits)
+
+
+async def test_many_entries_survive(open_store):
+    store = await open_store()
+    store.record(SCOPE, entries(5000))
+    await until_loaded(store, SCOPE, entries(5000))
+
+
+async def test_malformed_entry_is_refused_and_others_are_kept(open_store):
+    observer = Recorder()
+    store = await open_store(observer=observer)
+    store.record(SCOPE, {1: (b"short", 1), 2: entry(2), 3: (b"\x00" * 32, 2**63)})
+    await until_loaded(store, SCOPE, {2: entry(2)})
+    assert observer.failures["invalid"] == 2
+
+
+async def test_first_lease_writes_live_entries(open_store):
+    store = await open_store()
+    store.renew(SCOPE, lambda: entries(4))
+    await until_loaded(store, SCOPE, entries(4))
+
+
+async def test_live_is_not_asked_while_the_store_is_known_to_be_complete(open_store):
+    observer = Recorder()
+    store = await open_store(observer=observer)
+    store.renew(SCOPE, lambda: entries(2))
+    await until_loaded(store, SCOPE, entries(2))
+    for generation in range(50):
+        store.renew(SCOPE, lambda: entries(2))
+        store.record(SCOPE, {9: entry(9, generation)})
+        await asyncio.sleep(0)
+    await until_loaded(store, SCOPE, entries(2) | {9: entry(9, 49)})
+    assert observer.num_resyncs == 1
+
+
+async def test_entries_expire_without_a_lease_and_come_back_with_one(open_store):
+    store = await open_store(timing=StoreTiming(ttl_s=0.2, renew_interval_s=0.01, coalesce_s=0.001))
+    store.record(SCOPE, entries(3))
+    await until_loaded(store, SCOPE, {})
+    store.renew(SCOPE, lambda: entries(3, generation=4))
+    await until_loaded(store, SCOPE, entries(3, generation=4))
+
+
+async def test_lease_keeps_entries_alive(open_store):
+    store = await open_store(timing=StoreTiming(ttl_s=0.4, renew_interval_s=0.01, coalesce_s=0.001))
+    store.record(SCOPE, entries(3))
+    until_s = asyncio.get_running_loop().time() + 1.0
+    while asyncio.get_running_loop().time() < until_s:
+        # Nothing live: only the renewed TTL keeps what was recorded.
+        store.renew(SCOPE, dict)
+        await asyncio.sleep(0.01)
+    assert await store.load(SCOPE) == entries(3)
+
+
+async def test_terms_grow_and_exceed_what_is_asked(open_store):
+    store = await open_store()
+    assert await store.next_term("s0", 0) == 1
+    assert await store.next_term("s0", 0) == 2
+    assert await store.next_term("s0", 40) == 41
+    assert await store.next_term("s0", 7) == 42
+    assert await store.next_term("s1", 0) == 1
+
+
+async def test_closing_twice_and_recording_afterwards_is_harmless(open_store):
+    store = await open_store()
+    await store.close()
+    store.record(SCOPE, entries(1))
+    store.renew(SCOPE, lambda: entries(1))
+    await store.close()
+
+
+# URLs and entries.
+
+
+def test_entry_form_is_the_same_everywhere():
+    packed = encode_entry(bytes(range(32)), 258)
+    assert packed.hex() == "01" + bytes(range(32)).hex() + "0201000000000000"
+    assert decode_entry(packed) == (bytes(range(32)), 258)
+
+
+def test_url_is_read_whole():
+    address = parse_store_url("rediss://al%40ice:p%2Fw@[::1]:7000/3?ssl_cert_reqs=none")
+    assert address is not None
+    assert (address.host, address.port, address.db, address.tls) == ("::1", 7000, 3, True)
+    assert (address.username, address.password) == ("al@ice", "p/w")
+    assert str(address) == "rediss://[::1]:7000/3"
+    assert "p/w" not in repr(address)
+
+
+def test_url_defaults():
+    address = parse_store_url("redis://cache")
+    assert address is not None
+    assert (address.host, address.port, address.db, address.tls) == ("cache", 6379, 0, False)
+    assert isinstance(open_prefix_store("memory://", deployment="test"), MemoryPrefixStore)
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        ("", "must be redis://"),
+        ("localhost:6379", "must be redis://"),
+        ("unix:///tmp/secret.sock", "must be redis://"),
+        ("http://secret@host", "must be redis://"),
+        ("memory://secret", "takes nothing"),
+        ("redis://", "names no host"),
+        ("redis://:secret@", "names no host"),
+        ("redis://host:0", "port"),
+        ("redis://host:65536", "port"),
+        ("redis://host:secret", "port"),
+        ("redis://:sec/ret@host:6379", "port"),
+        ("redis://:sec#ret@host:6379", "'#'"),
+        ("redis://[secret", "malformed"),
+        ("redis://host/secret", "database number"),
+        ("redis://host/-1", "database number"),
+        ("redis://host/1/2", "database number"),
+        ("redis://host?password=secret", "unknown option"),
+        ("redis://host?ssl_cert_reqs=none", "unknown option"),
+        ("rediss://host?ssl_cert_reqs=secret", "required or optional or none"),
+        ("rediss://host?ssl_ca_certs=", "must be a path"),
+    ],
+)
+def test_bad_url_is_refused_without_quoting_it(url, complaint):
+    with pytest.raises(ValueError, match=complaint) as refusal:
+        parse_store_url(url)
+    assert "sec" not in str(refusal.value)
+
+
+def test_timing_refuses_a_ttl_shorter_than_two_leases():
+    with pytest.raises(ValueError, match="ttl_s"):
+        StoreTiming(ttl_s=3.0, renew_interval_s=2.0)
