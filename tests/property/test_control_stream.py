@@ -12,7 +12,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import pytest
 from fake_model import FakeModelRunner, expected_output
 from fake_worker import StepwiseWorker
 from hypothesis import HealthCheck, settings
@@ -501,9 +500,9 @@ class ControlStreamMachine(RuleBasedStateMachine):
             assert scheduler.num_free_blocks == scheduler.num_usable_blocks
 
 
-TestControlStream = pytest.mark.slow(ControlStreamMachine.TestCase)
+TestControlStream = ControlStreamMachine.TestCase
 TestControlStream.settings = settings(
-    max_examples=1500,
+    max_examples=120,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -1,0 +1,434 @@
+"""Requests through a cluster and real streams to fake workers, with and without faults."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from cluster_harness import (
+    FINGERPRINT,
+    RawPeer,
+    collect,
+    fake_model,
+    hello,
+    long_prompt,
+    running_cluster,
+    undisturbed,
+    until,
+)
+from fake_model import FakeModelRunner
+
+from control_plane.errors import (
+    AbortedError,
+    InvariantError,
+    OverloadedError,
+    RequestTooLongError,
+    ShuttingDownError,
+    UnavailableError,
+    UnknownModelError,
+)
+from control_plane.memory_prefix_store import MemoryPrefixStore
+from control_plane.prefix_store import PrefixScope
+from control_plane.request import FinishReason
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+async def test_sixteen_concurrent_requests_give_their_own_outputs(lookahead: int) -> None:
+    async with running_cluster(lookahead=lookahead) as harness, harness.worker():
+        await harness.ready()
+        requests = [harness.request([10 + i, 11, 12 + i % 3, 13], max_tokens=20) for i in range(16)]
+        outputs = await asyncio.gather(*(collect(harness.cluster.submit(r)) for r in requests))
+        assert outputs == [undisturbed(r) for r in requests]
+        harness.assert_nothing_held()
+        replica = harness.replica()
+        assert replica.generation_tokens == sum(len(o.token_ids) for o in outputs)
+        assert replica.prompt_tokens_sent == sum(r.num_prompt_tokens for r in requests)
+        assert replica.confirmed_version == replica.sent_version
+
+
+async def test_killing_one_of_two_workers_changes_no_output() -> None:
+    async with running_cluster() as harness, harness.worker("w0"):
+        doomed = harness.worker("w1")
+        doomed.start()
+        await harness.ready(2)
+        requests = [harness.request(long_prompt(i), max_tokens=24) for i in range(12)]
+        doomed.runner.gate.clear()
+        streams = [harness.cluster.submit(r) for r in requests]
+        await until(lambda: harness.replica("w1").num_requests_running)
+        await doomed.kill()
+        outputs = await asyncio.gather(*map(collect, streams))
+        assert outputs == [undisturbed(r) for r in requests]
+        assert harness.cluster.stats().num_replicas_lost == 1
+        assert harness.cluster.stats().num_replays > 0
+        harness.assert_nothing_held()
+
+
+async def test_a_request_survives_the_only_worker() -> None:
+    async with running_cluster() as harness:
+        first = harness.worker("w0")
+        first.start()
+        await harness.ready()
+        request = harness.request(long_prompt(0), max_tokens=24)
+        stream = harness.cluster.submit(request)
+        await until(lambda: len(request.sequences[0].output_token_ids) > 3)
+        await first.kill()
+        await until(lambda: harness.cluster.num_ready("fake") == 0)
+        async with harness.worker("w1"):
+            assert await collect(stream) == undisturbed(request)
+        assert request.sequences[0].num_replays <= 1
+        harness.assert_nothing_held()
+
+
+async def test_a_returning_worker_finds_its_blocks_again() -> None:
+    async with running_cluster() as harness:
+        runner = FakeModelRunner()
+        epoch = bytes(16)
+        prompt = list(range(20, 60))
+        async with harness.worker(runner=runner, epoch=epoch):
+            await harness.ready()
+            await collect(harness.cluster.submit(harness.request(prompt)))
+        await until(lambda: harness.cluster.num_ready("fake") == 0)
+        async with harness.worker(runner=runner, epoch=epoch):
+            await harness.ready()
+            request = harness.request(prompt)
+            assert await collect(harness.cluster.submit(request)) == undisturbed(request)
+            assert request.sequences[0].num_cached_tokens == 36
+        harness.assert_nothing_held()
+
+
+async def test_a_worker_of_a_new_epoch_starts_with_an_empty_pool() -> None:
+    async with running_cluster() as harness:
+        prompt = list(range(20, 60))
+        for _ in range(2):
+            async with harness.worker():
+                await harness.ready()
+                request = harness.request(prompt)
+                assert await collect(harness.cluster.submit(request)) == undisturbed(request)
+                assert request.sequences[0].num_cached_tokens == 0
+            await until(lambda: harness.cluster.num_ready("fake") == 0)
+        harness.assert_nothing_held()
+
+
+async def test_the_router_prefers_the_replica_that_has_the_prefix() -> None:
+    async with running_cluster() as harness, harness.worker("w0"), harness.worker("w1"):
+        await harness.ready(2)
+        prompt = list(range(20, 80))
+        await collect(harness.cluster.submit(harness.request(prompt)))
+        holder = next(r for r in harness.cluster.stats().replicas if r.cached_blocks)
+        for _ in range(3):
+            request = harness.request(prompt)
+            await collect(harness.cluster.submit(request))
+            assert request.sequences[0].num_cached_tokens == 56
+        busy = [r for r in harness.cluster.stats().replicas if r.generation_tokens]
+        assert [r.replica_id for r in busy] == [holder.replica_id]
+
+
+async def test_a_cancelled_request_frees_its_blocks() -> None:
+    async with running_cluster() as harness, harness.worker() as worker:
+        await harness.ready()
+        worker.runner.gate.clear()
+        requests = [harness.request(long_prompt(i), max_tokens=24) for i in range(10)]
+        streams = [harness.cluster.submit(r) for r in requests]
+        await until(lambda: harness.replica().num_requests_running == 8)
+        for request in requests:
+            harness.cluster.abort(request)
+            harness.cluster.abort(request)
+        # Free for the next plan, not only once the steps in flight have come back.
+        harness.assert_nothing_held()
+        worker.runner.gate.set()
+        for stream in streams:
+            with pytest.raises(AbortedError):
+                await collect(stream)
+        again = harness.request(long_prompt(0), max_tokens=24)
+        assert await collect(harness.cluster.submit(again)) == undisturbed(again)
+        harness.assert_nothing_held()
+
+
+async def test_a_stop_string_ends_a_sequence_and_drops_what_came_after() -> None:
+    async with running_cluster() as harness, harness.worker():
+        await harness.ready()
+        request = harness.request(long_prompt(0), max_tokens=24)
+        stream = harness.cluster.submit(request)
+        sequence = request.sequences[0]
+        await until(lambda: len(sequence.output_token_ids) >= 5)
+        harness.cluster.finish(sequence, 3, FinishReason.STOP)
+        output = await collect(stream)
+        assert output.reason is FinishReason.STOP
+        assert sequence.output_token_ids == undisturbed(request).token_ids[:3]
+        harness.assert_nothing_held()
+
+
+async def test_a_drained_worker_leaves_with_0_and_its_requests_are_finished() -> None:
+    async with running_cluster() as harness:
+        # Room for all: a preempted sequence would have no row, and nothing to stay for.
+        leaving = harness.worker("w0", runner=FakeModelRunner(num_blocks=128))
+        leaving.start()
+        await harness.ready()
+        leaving.runner.gate.clear()
+        requests = [harness.request(long_prompt(i), max_tokens=24) for i in range(12)]
+        streams = [harness.cluster.submit(r) for r in requests]
+        await until(lambda: harness.replica("w0").num_requests_running == 8)
+        async with harness.worker("w1"):
+            await harness.ready(2)
+            leaving.drain()
+            await until(lambda: harness.cluster.num_ready("fake") == 1)
+            # What has no row there yet moves at once; what runs stays.
+            assert harness.replica("w0").num_requests_waiting == 0
+            leaving.runner.gate.set()
+            outputs = await asyncio.gather(*map(collect, streams))
+            assert await leaving.exited() == 0
+            assert outputs == [undisturbed(r) for r in requests]
+            assert harness.replica("w1").generation_tokens == 4 * 24
+        assert all(r.num_losses == 0 for r in requests)
+        harness.assert_nothing_held()
+
+
+async def test_what_a_drain_has_no_time_for_is_replayed_elsewhere() -> None:
+    async with running_cluster() as harness, harness.worker("w1") as other:
+        leaving = harness.worker("w0", grace_s=0.2)
+        leaving.start()
+        await harness.ready(2)
+        leaving.runner.gate.clear()
+        other.runner.gate.clear()
+        requests = [harness.request(long_prompt(i), max_tokens=24) for i in range(4)]
+        streams = [harness.cluster.submit(r) for r in requests]
+        await until(lambda: harness.replica("w0").num_requests_running)
+        leaving.drain()
+        await until(lambda: not harness.replica("w0").workers)
+        leaving.runner.gate.set()
+        other.runner.gate.set()
+        outputs = await asyncio.gather(*map(collect, streams))
+        assert outputs == [undisturbed(r) for r in requests]
+        assert all(r.num_losses == 0 for r in requests)
+        assert await leaving.exited() == 0
+        harness.assert_nothing_held()
+
+
+async def test_a_request_that_breaks_every_worker_fails_and_takes_nobody_along() -> None:
+    async with running_cluster() as harness, harness.worker() as worker:
+        await harness.ready()
+        poison = 77
+        launch = worker.runner.launch
+
+        def fail_on_poison(work):  # type: ignore[no-untyped-def]
+            if any(poison in row.token_ids for row in work.added):
+                worker.runner.fail_launch.add(work.version)
+            return launch(work)
+
+        worker.runner.launch = fail_on_poison
+        requests = [harness.request(long_prompt(i), max_tokens=24) for i in range(5)]
+        bad = harness.request([poison, 5, 6])
+        streams = [harness.cluster.submit(r) for r in requests]
+        bad_stream = harness.cluster.submit(bad)
+        with pytest.raises(Exception, match="lost workers or failed steps") as failure:
+            await collect(bad_stream)
+        assert failure.value.reason == "REPLAY_LIMIT"
+        outputs = await asyncio.gather(*map(collect, streams))
+        assert outputs == [undisturbed(r) for r in requests]
+        harness.assert_nothing_held()
+
+
+async def test_without_a_replica_a_request_is_unavailable_in_time() -> None:
+    async with running_cluster(replica_wait_s=0.05) as harness:
+        stream = harness.cluster.submit(harness.request([10, 11]))
+        assert harness.cluster.stats().num_requests_unplaced == 1
+        with pytest.raises(UnavailableError) as failure:
+            await collect(stream)
+        assert failure.value.retry_after_s is not None
+        harness.assert_nothing_held()
+
+
+async def test_a_deadline_bounds_the_wait_for_a_replica() -> None:
+    async with running_cluster(replica_wait_s=3600.0) as harness:
+        patient = harness.cluster.submit(harness.request([10, 11]))
+        hasty = harness.cluster.submit(harness.request([10, 11]), time.monotonic() + 0.05)
+        with pytest.raises(UnavailableError):
+            await collect(hasty)
+        assert harness.cluster.stats().num_requests_unplaced == 1
+        async with harness.worker():
+            await collect(patient)
+        harness.assert_nothing_held()
+
+
+async def test_what_fits_no_replica_is_refused_with_the_longest_that_does() -> None:
+    async with running_cluster() as harness:
+        small = FakeModelRunner(num_blocks=11)  # 10 usable blocks of 4: 40 computed tokens
+        async with harness.worker(runner=small):
+            await harness.ready()
+            with pytest.raises(RequestTooLongError, match="longest that fits is 41"):
+                harness.cluster.submit(harness.request([10] * 20, max_tokens=22))
+            request = harness.request(long_prompt(0, output=30), max_tokens=30)
+            assert await collect(harness.cluster.submit(request)) == undisturbed(request)
+            with pytest.raises(RequestTooLongError):
+                harness.cluster.submit(harness.request([10] * 128, max_tokens=1))
+        harness.assert_nothing_held()
+
+
+async def test_a_request_waits_for_a_replica_that_it_fits() -> None:
+    async with running_cluster() as harness:
+        request = harness.request(long_prompt(0, output=40), max_tokens=40)
+        stream = harness.cluster.submit(request)
+        async with harness.worker("small", runner=FakeModelRunner(num_blocks=5)):
+            await harness.ready()
+            assert harness.cluster.stats().num_requests_unplaced == 1
+            async with harness.worker("large"):
+                assert await collect(stream) == undisturbed(request)
+        harness.assert_nothing_held()
+
+
+async def test_the_queue_is_bounded_by_requests() -> None:
+    async with running_cluster(max_queued_requests=2) as harness:
+        streams = [harness.cluster.submit(harness.request([10, 11 + i])) for i in range(2)]
+        with pytest.raises(OverloadedError) as refusal:
+            harness.cluster.submit(harness.request([10, 20]))
+        assert refusal.value.retry_after_s is not None
+        async with harness.worker():
+            await asyncio.gather(*map(collect, streams))
+            await collect(harness.cluster.submit(harness.request([10, 20])))
+        harness.assert_nothing_held()
+
+
+async def test_the_queue_is_bounded_by_tokens() -> None:
+    async with running_cluster(max_queued_tokens=50) as harness:
+        # Alone, even one above the bound is taken: it would never be otherwise.
+        first = harness.cluster.submit(harness.request([10] * 60))
+        with pytest.raises(OverloadedError):
+            harness.cluster.submit(harness.request([10]))
+        async with harness.worker():
+            await collect(first)
+            await collect(harness.cluster.submit(harness.request([10])))
+        harness.assert_nothing_held()
+
+
+async def test_a_drain_finishes_what_is_live_and_refuses_what_is_new() -> None:
+    async with running_cluster() as harness, harness.worker() as worker:
+        await harness.ready()
+        worker.runner.gate.clear()
+        request = harness.request(long_prompt(0), max_tokens=24)
+        stream = harness.cluster.submit(request)
+        harness.cluster.begin_drain()
+        with pytest.raises(ShuttingDownError):
+            harness.cluster.submit(harness.request([10]))
+        worker.runner.gate.set()
+        assert await harness.cluster.drained(10.0)
+        assert await collect(stream) == undisturbed(request)
+
+
+async def test_what_a_drain_has_no_time_for_fails_as_shutting_down() -> None:
+    async with running_cluster() as harness, harness.worker() as worker:
+        await harness.ready()
+        worker.runner.gate.clear()
+        stream = harness.cluster.submit(harness.request(long_prompt(0), max_tokens=24))
+        harness.cluster.begin_drain()
+        assert not await harness.cluster.drained(0.01)
+        with pytest.raises(ShuttingDownError):
+            await collect(stream)
+        harness.assert_nothing_held()
+        worker.runner.gate.set()
+
+
+async def test_a_resume_that_is_complete_ends_at_once() -> None:
+    async with running_cluster() as harness:
+        request = harness.request([10, 11], max_tokens=3, resume={0: [5, 6, 7]})
+        output = await collect(harness.cluster.submit(request))
+        assert (output.token_ids, output.reason) == ([], FinishReason.LENGTH)
+        harness.assert_nothing_held()
+
+
+async def test_an_unknown_model_is_refused() -> None:
+    async with running_cluster() as harness:
+        with pytest.raises(UnknownModelError, match="served: fake"):
+            harness.cluster.submit(harness.request([10]), model="other")
+
+
+async def test_confirmed_blocks_reach_the_prefix_store() -> None:
+    async with running_cluster() as harness, harness.worker():
+        await harness.ready()
+        await collect(harness.cluster.submit(harness.request(list(range(20, 60)))))
+        replica = harness.replica()
+        scope = PrefixScope("default", FINGERPRINT, bytes.fromhex(replica.replica_epoch))
+        entries = await harness.store.load(scope)
+        (engine,) = harness.cluster.fleet
+        assert entries == engine.core.live_entries()
+        assert len(entries) == replica.cached_blocks > 9
+
+
+async def test_a_leaking_pool_ends_the_process() -> None:
+    async with running_cluster() as harness, harness.worker():
+        await harness.ready()
+        (engine,) = harness.cluster.fleet
+        failed = asyncio.create_task(harness.cluster.failed())
+        pool = engine.core.scheduler.kv_cache_manager.pool
+        leaked = pool.allocate(1, 1)
+        stream = harness.cluster.submit(harness.request([10, 11]))
+        with pytest.raises(InvariantError):
+            await failed
+        pool.release(leaked)
+        del stream
+        harness.failure_is_expected = True
+
+
+async def test_the_term_exceeds_the_store_and_the_first_hellos() -> None:
+    store = MemoryPrefixStore()
+    assert await store.next_term("0", 6) == 7
+    async with running_cluster(store=store) as harness, RawPeer(harness.address) as peer:
+        assert (await peer.attach(highest_term=3)).term == 8
+    async with running_cluster() as harness, RawPeer(harness.address) as peer:
+        assert (await peer.attach(highest_term=3)).term == 4
+
+
+async def test_all_first_hellos_count_for_the_term() -> None:
+    async with (
+        running_cluster(term_gather_s=0.3) as harness,
+        RawPeer(harness.address) as one,
+        RawPeer(harness.address) as two,
+    ):
+        await one.say(hello(worker_id="one", replica_id="one", highest_term=1))
+        await two.say(hello(worker_id="two", replica_id="two", highest_term=5))
+        assert (await one.hear()).welcome.term == 6
+        assert (await two.hear()).welcome.term == 6
+
+
+async def test_a_higher_term_makes_it_step_back() -> None:
+    async with running_cluster() as harness, harness.worker() as worker:
+        await harness.ready()
+        worker.runner.gate.clear()
+        request = harness.request(long_prompt(0), max_tokens=24)
+        stream = harness.cluster.submit(request)
+        async with RawPeer(harness.address) as peer:
+            await peer.say(hello(highest_term=99))
+            _, reason, _ = await peer.end()
+            assert reason == "HIGHER_TERM_SEEN"
+        await harness.cluster.superseded()
+        with pytest.raises(ShuttingDownError):
+            harness.cluster.submit(harness.request([10]))
+        worker.runner.gate.set()
+        assert await collect(stream) == undisturbed(request)
+        assert harness.cluster.stats().term == 1
+
+
+async def test_a_worker_that_does_not_read_loses_its_stream() -> None:
+    model = fake_model(max_model_len=8_000_000)
+    config = {"step_timeout_s": 0.3, "lease_s": 60.0, "max_queued_tokens": 10_000_000}
+    async with running_cluster(model=model, **config) as harness:
+        async with RawPeer(harness.address) as peer:
+            # Not even the Welcome is read; the prompt alone overfills the transport.
+            await peer.say(
+                hello(
+                    max_model_len=8_000_000,
+                    max_num_batched_tokens=8_000_000,
+                    geometry={"block_size": 65536},
+                    num_blocks=256,
+                )
+            )
+            await harness.ready()
+            request = harness.request([10], max_tokens=2)
+            big = harness.request([10] * 6_000_000, max_tokens=2)
+            for each in (request, big):
+                harness.cluster.submit(each)
+            await until(lambda: harness.cluster.num_ready("fake") == 0)
+            assert harness.cluster.stats().num_requests_unplaced == 2
+            harness.cluster.abort(request)
+            harness.cluster.abort(big)
+        harness.assert_nothing_held()
