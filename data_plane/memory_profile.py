@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from data_plane.models.llama import LlamaModel
 
 
+_SMALL_BUFFERS_BYTES = 16 << 20  # rows' state, staging, slots
+
+
 @torch.inference_mode()
 def measure_activation_bytes(
     model: LlamaModel,
@@ -70,6 +73,9 @@ def measure_activation_bytes(
     )
     # The sampler works on copies of the logits: noise, sorted values, their indices.
     num_bytes = torch.cuda.max_memory_allocated(device) - before + 4 * logits.nbytes
+    # The block table and the part of it that a step gathers.
+    num_bytes += 2 * 4 * (max_num_seqs + 1) * -(-max_model_len // spec.block_size)
+    num_bytes += _SMALL_BUFFERS_BYTES
     del logits
     torch.cuda.empty_cache()
     return num_bytes

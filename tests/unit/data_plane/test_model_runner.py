@@ -616,3 +616,26 @@ def test_runner_refuses_what_the_model_cannot_hold(models) -> None:
         ModelRunner(model, RunnerConfig(max_num_seqs=1, max_num_batched_tokens=16, num_blocks=4))
     with pytest.raises(ValueError, match="at least max_num_seqs"):
         RunnerConfig(max_num_seqs=8, max_num_batched_tokens=7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("max_num_batched_tokens", [64, 700])
+def test_measured_cache_stays_within_the_share_of_the_gpu(
+    max_num_batched_tokens: int, models, reference
+) -> None:
+    model = models("cuda")
+    total = torch.cuda.get_device_properties(0).total_memory
+    config = RunnerConfig(
+        max_num_seqs=8,
+        max_num_batched_tokens=max_num_batched_tokens,
+        gpu_memory_utilization=0.05,
+    )
+    free_before, _ = torch.cuda.mem_get_info()
+    runner = ModelRunner(model, config)
+    free, _ = torch.cuda.mem_get_info()
+    assert total - free <= max(total * 0.05, total - free_before)
+    assert runner.num_blocks > 1000
+    driver = StepDriver(runner, block_size=16)
+    driven = driver.add(3, PROMPTS[4])
+    driver.run(5)
+    assert driven.output == reference(PROMPTS[4], 5)
