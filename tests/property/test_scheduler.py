@@ -342,6 +342,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             request.num_losses += request in in_flight
             self.scheduler.add(request)
 
+    @rule()
+    def withdraw_waiting(self) -> None:
+        waited = self.scheduler._waiting.requests()
+        num_running = self.scheduler.num_running
+        requests = self.scheduler.withdraw_waiting()
+        assert requests == sorted(waited, key=lambda request: request.arrival)
+        assert self.scheduler.num_running == num_running
+        for request in requests:
+            self.scheduler.add(request)
+            # As on another replica, its turn is counted anew.
+            self.overtaken.pop(request, None)
+
     # What always holds.
 
     @invariant()
