@@ -56,6 +56,7 @@ class PlanDraft:
         self.new_tokens: dict[int, Int32Array] = {}
         # Children that sample from their parent's logits in the first step.
         self.sampling_children: list[int] = []
+        self._shared_after_step: list[Int32Array] = []
         # Flat positions in the table of appended ids of rows not in new_tables.
         self._append_rows: Int32Array = _NO_IDS
         self._append_indices: Int64Array = np.empty(0, np.int64)
@@ -75,6 +76,12 @@ class PlanDraft:
             self._append()
         self._pause(columns.paused_rows, columns.resumed_rows)
         return Deltas(forks=forks, handed_out=handed_out)
+
+    def share_after_step(self) -> None:
+        """Count the holds of children whose parent has now ended its prefill."""
+        for table in self._shared_after_step:
+            self._hold(table, 1)
+        self._shared_after_step.clear()
 
     def roll_back(self) -> None:
         """Undo what `build` changed in place."""
@@ -196,7 +203,11 @@ class PlanDraft:
                 self.sampling_children.append(child)
             table = self.table_of(parent)
             self.new_tables[child] = table
-            self._hold(table, 1)
+            if ends_prefill:
+                # The parent may still fill the blocks that the child will share with it.
+                self._shared_after_step.append(table)
+            else:
+                self._hold(table, 1)
             rows.occupied[child] = True
             rows.num_known[child] = num_known
             rows.num_computed[child] = num_computed

@@ -118,6 +118,7 @@ def _advance(
             limit=draft.limits.max_num_batched_tokens,
         )
     _check_tables(draft, rows, num_new, starts, ends)
+    draft.share_after_step()
     state.num_computed[rows] = ends
     return (
         rows.astype(np.int32),
