@@ -56,7 +56,13 @@ class CallGuard:
         except Exception as error:
             self.record(error)
             status = grpc_rpc_status.to_status(rpc_status.to_status(error))
-        await context.abort(status.code, status.details, status.trailing_metadata)
+        try:
+            await context.abort(status.code, status.details, status.trailing_metadata)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as unsent:
+            # The client is gone, or left a response unread to the end: nobody is there to be told.
+            logger.info("status not sent: error=%s", type(unsent).__name__)
         return None
 
     def record(self, error: Exception) -> None:

@@ -16,7 +16,6 @@ Does not know: stop strings, why a sequence ends, requests.
 
 from __future__ import annotations
 
-import codecs
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -122,19 +121,22 @@ class ByteDetokenizer(Detokenizer):
         return not incomplete_size(self._bytes())
 
     def spans(self) -> list[Span]:
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        text = decoder.decode(self._head)
         spans: list[Span] = []
+        text = ""
+        rest = self._head
         num_chars = 0
         for token_id in self._pending:
-            piece = decoder.decode(self._table[token_id])
+            data = rest + self._table[token_id]
+            size = incomplete_size(data)
+            piece = data[: len(data) - size].decode("utf-8", "replace")
+            rest = data[len(data) - size :]
             if self._base and piece and not num_chars:
                 # Only the first characters can belong to what the prompt showed already.
                 text += piece
                 num_chars = len(self._added(text))
             else:
                 num_chars += len(piece)
-            spans.append(Span(num_chars, not decoder.getstate()[0]))
+            spans.append(Span(num_chars, not rest))
         return spans
 
     def release(self, count: int) -> None:

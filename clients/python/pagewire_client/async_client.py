@@ -22,7 +22,7 @@ from pagewire_client.results import BatchResult, Chunk, Completion, GenerationLo
 from protos.pagewire.v1 import inference_pb2, inference_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Generator, Iterable, Mapping, Sequence
 
 
 class AsyncGeneration:
