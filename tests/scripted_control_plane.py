@@ -174,8 +174,8 @@ class ScriptedControlPlane(worker_pb2_grpc.WorkerServiceServicer):
             code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
             await context.abort(code, status.message)
 
-    async def accept(self) -> ScriptedStream:
-        async with asyncio.timeout(TIMEOUT_S):
+    async def accept(self, timeout_s: float = TIMEOUT_S) -> ScriptedStream:
+        async with asyncio.timeout(timeout_s):
             return await self._accepted.get()
 
     async def stop(self) -> None:
