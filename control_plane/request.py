@@ -302,9 +302,10 @@ class Request:
             if isinstance(prompt_token_ids, np.ndarray)
             else np.fromiter(prompt_token_ids, dtype=np.int64)
         )
-        if ids.ndim != 1 or ids.size == 0:
+        if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
             raise InvalidRequestError(
-                f"The prompt must have at least one token, got {ids.size}. Send a longer prompt.",
+                f"The prompt must be a row of at least one integer token id, got shape {ids.shape} "
+                f"of {ids.dtype}. Send a longer prompt.",
                 field="prompt",
                 value=ids.size,
                 limit=">= 1",

@@ -74,7 +74,7 @@ def test_sampling_params_accept_their_limits():
     SamplingParams(max_tokens=5, min_tokens=5, stop=("ä" * 128,) * 16, stop_token_ids=(0,) * 256)
 
 
-@pytest.mark.parametrize("prompt", [[], [-1], [2**31], np.zeros((2, 2), dtype=np.int32)])
+@pytest.mark.parametrize("prompt", [[], [-1], [2**31], np.zeros((2, 2), np.int32), np.ones(3)])
 def test_request_refuses_a_prompt_that_is_not_a_row_of_token_ids(prompt: object):
     with pytest.raises(InvalidRequestError) as caught:
         new_request(prompt)
