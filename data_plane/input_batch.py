@@ -287,25 +287,18 @@ class InputBatch:
 
 
 def _host_batch(work: StepWork, kept: BoolArray | None) -> _HostBatch:
-    start_positions = work.start_positions
     logits_source = None
     if work.forks.shares_logits.any():
-        # A child computes nothing: its sequence ends where its parent's chunk ends.
-        children = work.forks.child_rows[work.forks.shares_logits]
-        parents = work.forks.parent_rows[work.forks.shares_logits]
-        child_reqs = np.searchsorted(work.rows, children)
-        parent_reqs = np.searchsorted(work.rows, parents)
-        start_positions = start_positions.copy()
-        start_positions[child_reqs] = (
-            work.start_positions[parent_reqs] + work.num_new_tokens[parent_reqs]
-        )
+        # A child computes nothing: it starts where its parent's chunk ends, in this same step.
+        child_reqs = np.searchsorted(work.rows, work.forks.child_rows[work.forks.shares_logits])
+        parent_reqs = np.searchsorted(work.rows, work.forks.parent_rows[work.forks.shares_logits])
         logits_source = np.arange(work.rows.size)
         logits_source[child_reqs] = parent_reqs
     if kept is None:
         return _HostBatch(
             rows=work.rows,
             num_new_tokens=work.num_new_tokens,
-            start_positions=start_positions,
+            start_positions=work.start_positions,
             is_decode=work.is_decode,
             samples=work.samples,
             chunk_token_ids=work.chunk_token_ids,
@@ -317,7 +310,7 @@ def _host_batch(work: StepWork, kept: BoolArray | None) -> _HostBatch:
     return _HostBatch(
         rows=work.rows[kept],
         num_new_tokens=work.num_new_tokens[kept],
-        start_positions=start_positions[kept],
+        start_positions=work.start_positions[kept],
         is_decode=work.is_decode[kept],
         samples=work.samples[kept],
         # Only decoding rows stop, so no chunk is ever left out.

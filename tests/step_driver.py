@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from data_plane.model_runner import ModelRunner
 
 GREEDY = RowSampling(temperature=0.0)
+SAMPLED = RowSampling(temperature=0.9, top_k=40, top_p=0.95)
+VOCAB = 97
+_RANDOM = random.Random(0)
+# Around the edges of blocks of 16, 32 and 64 tokens.
+PROMPTS = [
+    [_RANDOM.randrange(VOCAB) for _ in range(length)] for length in (1, 15, 16, 17, 40, 63, 64, 65)
+]
 
 
 @dataclass

@@ -201,7 +201,7 @@ def test_forked_child_has_no_tokens_and_its_parents_logits(child: int) -> None:
     parts = _parts()
     parts.table.copy_row(2, child)
     parts.state.fork(forks)
-    columns = [DECODES[0], (2, 4, 5, True, False), (child, 0, 5, True, False)]
+    columns = [DECODES[0], (2, 4, 5, True, False), (child, 0, 9, True, False)]
     inputs, _ = parts.batch.prepare(_work(sorted(columns), _ids(5, 6, 7, 8), forks))
     assert inputs is not None
     order = inputs.rows.tolist()

@@ -2,132 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
-from step_driver import GREEDY, StepDriver
+from step_driver import GREEDY, PROMPTS, SAMPLED, VOCAB, StepDriver
 
 from data_plane.kv_cache import KVCacheError
 from data_plane.model_runner import ModelRunner, RunnerConfig
-from data_plane.models.loader import LoadedModel, load_model
-from data_plane.step_work import RowSampling, StepError
+from data_plane.step_work import RowSampling
+from data_plane.stop_check import FINISH_STOP
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
-
-    from transformers import LlamaForCausalLM
-
-STOP, LENGTH, ERROR = 1, 2, 4
-VOCAB = 97
-_RANDOM = random.Random(0)
-PROMPTS = [
-    [_RANDOM.randrange(VOCAB) for _ in range(length)] for length in (1, 15, 16, 17, 40, 63, 64, 65)
-]
-SAMPLED = RowSampling(temperature=0.9, top_k=40, top_p=0.95)
-
-Reference = "Callable[[list[int], int], list[int]]"
-
-
-@pytest.fixture(scope="module")
-def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        # Far from uniform, so that greedy search wanders instead of repeating a token.
-        initializer_range=0.4,
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    path = tmp_path_factory.mktemp("tiny")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_dir: Path) -> Reference:
-    """Greedy continuation by transformers; it never stops early."""
-    from transformers import LlamaForCausalLM
-
-    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
-    known: dict[tuple[int, ...], list[int]] = {}
-
-    def continuation(prompt: list[int], num_tokens: int) -> list[int]:
-        cached = known.get(tuple(prompt), [])
-        if len(cached) < num_tokens:
-            out = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                do_sample=False,
-                max_new_tokens=num_tokens,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-            cached = known[tuple(prompt)] = out[0, len(prompt) :].tolist()
-        return cached[:num_tokens]
-
-    return continuation
-
-
-# How a step treats rows that stopped, and how it is padded: each way gives the same tokens.
-MODES = {
-    "cpu-skipping": ("cpu", {}),
-    "cpu-masking-padded": ("cpu", {"skip_inactive": False, "decode_sizes": (2, 4, 8)}),
-    "cuda": ("cuda", {"decode_sizes": (2, 4, 8)}),
-}
-
-
-@pytest.fixture(
-    params=[
-        "cpu-skipping",
-        "cpu-masking-padded",
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ]
-)
-def mode(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def models(tiny_dir: Path) -> Callable[[str], LoadedModel]:
-    loaded: dict[str, LoadedModel] = {}
-
-    def load(device: str) -> LoadedModel:
-        if device not in loaded:
-            loaded[device] = load_model(tiny_dir, dtype="float32", device=device)
-        return loaded[device]
-
-    return load
-
-
-@pytest.fixture
-def make_driver(mode: str, models: Callable[[str], LoadedModel]) -> Callable[..., StepDriver]:
-    def make(*, block_size: int = 16, num_blocks: int = 120, seed: int = 0) -> StepDriver:
-        device, extra = MODES[mode]
-        config = RunnerConfig(
-            max_num_seqs=8,
-            max_num_batched_tokens=512,
-            max_model_len=256,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            **extra,
-        )
-        runner = ModelRunner(models(device), config)
-        return StepDriver(runner, block_size=block_size, seed=seed)
-
-    return make
 
 
 def _null_block_is_zero(driver: StepDriver) -> bool:
@@ -301,7 +189,7 @@ def test_fork_with_a_token_goes_on_where_its_parent_stopped(make_driver, referen
         1, PROMPTS[4], sampling=RowSampling(temperature=0.0, stop_token_ids=(stop,))
     )
     driver.run(3)
-    assert parent.finish_reason == STOP
+    assert parent.finish_reason == FINISH_STOP
     child = driver.fork(1, 0, sequence_index=1, token=(stop + 1) % VOCAB)
     driver.copy_block(0, 2)
     driver.step()
@@ -322,150 +210,6 @@ def test_copied_block_is_independent_of_its_source(make_driver, reference) -> No
         assert torch.equal(cache[:, shared, :2], cache[:, copied, :2])
         assert not torch.equal(cache[:, shared, 2:8], cache[:, copied, 2:8])
     assert parent.output == reference(PROMPTS[3], 8)
-
-
-# Stops.
-
-
-def _stop_after(reference, prompt: list[int], count: int) -> int:
-    """A token that greedy search emits first as its `count`-th."""
-    output = reference(prompt, 40)
-    for index in range(count - 1, 40):
-        if output[index] not in output[:index]:
-            return output[index]
-    raise AssertionError("the model repeats itself")
-
-
-@pytest.mark.parametrize("kind", ["eos", "stop_token_ids"])
-def test_row_stops_on_the_device_and_emits_nothing_after_it(
-    kind: str, make_driver, reference
-) -> None:
-    driver = make_driver()
-    stop = _stop_after(reference, PROMPTS[4], 4)
-    expected = reference(PROMPTS[4], 40)
-    expected = expected[: expected.index(stop) + 1]
-    if kind == "eos":
-        driven = driver.add(1, PROMPTS[4], eos_token_ids=[95, stop])
-    else:
-        sampling = RowSampling(temperature=0.0, stop_token_ids=(96, stop), ignore_eos=True)
-        driven = driver.add(1, PROMPTS[4], sampling=sampling, eos_token_ids=[expected[0]])
-    other = driver.add(2, PROMPTS[3])
-    driver.run(len(expected) + 4, lookahead=3)
-    assert driven.output == expected
-    assert driven.finish_reason == STOP
-    assert driven.counts == [1] * len(expected) + [0] * 4
-    assert other.output == reference(PROMPTS[3], len(expected) + 4)
-    assert other.finish_reason == 0
-
-
-def test_stopped_row_writes_nothing(make_driver, reference) -> None:
-    driver = make_driver()
-    stop = _stop_after(reference, PROMPTS[4], 2)
-    driven = driver.add(1, PROMPTS[4], eos_token_ids=[stop])
-    while not driven.finish_reason:
-        driver.step()
-    before = [cache.clone() for cache in driver.runner._kv_caches]
-    words = driver.runner.row_state.words.clone()
-    driver.run(20)
-    for cache, old in zip(driver.runner._kv_caches, before, strict=True):
-        assert torch.equal(cache, old)
-    assert torch.equal(driver.runner.row_state.words, words)
-
-
-def test_ignored_eos_does_not_stop(make_driver, reference) -> None:
-    driver = make_driver()
-    eos = reference(PROMPTS[4], 1)
-    sampling = RowSampling(temperature=0.0, ignore_eos=True)
-    driven = driver.add(1, PROMPTS[4], sampling=sampling, eos_token_ids=eos)
-    driver.run(10)
-    assert driven.output == reference(PROMPTS[4], 10)
-
-
-def test_row_stops_at_its_length_limit(make_driver, reference) -> None:
-    driver = make_driver()
-    driven = driver.add(1, PROMPTS[3], max_total=17 + 5)
-    single = driver.add(2, PROMPTS[3], max_total=17 + 1)
-    driver.run(8)
-    assert driven.output == reference(PROMPTS[3], 5)
-    assert driven.counts == [1] * 5
-    assert single.output == reference(PROMPTS[3], 1)
-    assert (driven.finish_reason, single.finish_reason) == (LENGTH, LENGTH)
-
-
-def test_stop_token_at_the_length_limit_is_a_stop(make_driver, reference) -> None:
-    driver = make_driver()
-    eos = reference(PROMPTS[3], 1)
-    driven = driver.add(1, PROMPTS[3], max_total=18, eos_token_ids=eos)
-    driver.step()
-    assert driven.finish_reason == STOP
-
-
-@pytest.mark.parametrize("ignore_eos", [False, True])
-def test_min_tokens_masks_eos_and_stop_ids_until_it_is_reached(
-    ignore_eos: bool, make_driver, reference
-) -> None:
-    prompt = PROMPTS[4]
-    eos, stop = reference(prompt, 1)[0], (reference(prompt, 1)[0] + 1) % VOCAB
-    sampling = RowSampling(
-        temperature=0.0, min_tokens=6, stop_token_ids=(stop,), ignore_eos=ignore_eos
-    )
-    driver = make_driver()
-    driven = driver.add(1, prompt, sampling=sampling, eos_token_ids=[eos])
-    plain = driver.add(2, prompt)
-    driver.run(6)
-    assert not {eos, stop} & set(driven.output)
-    # From its own tokens on it is greedy search again, whatever the mask did before.
-    assert len(driven.output) == 6
-    driver.run(1)
-    assert driven.output[6] == reference(driven.token_ids[:-1], 1)[0]
-    assert plain.output == reference(prompt, 7)
-
-
-def test_min_tokens_counts_from_the_prompts_end_after_a_replay(make_driver, reference) -> None:
-    prompt = PROMPTS[4]
-    eos = reference(prompt, 1)
-    sampling = RowSampling(temperature=0.0, min_tokens=6)
-    driver = make_driver()
-    driven = driver.add(1, prompt, sampling=sampling, eos_token_ids=eos)
-    driver.run(12)
-    expected = driven.output
-    assert len(expected) >= 6
-    again = make_driver()
-    replayed = again.add(
-        3, prompt + expected[:4], num_prompt=40, sampling=sampling, eos_token_ids=eos
-    )
-    again.run(8)
-    assert replayed.output == expected
-
-
-def test_more_stop_ids_than_fit_are_a_step_error(make_driver) -> None:
-    driver = make_driver()
-    driver.add(1, PROMPTS[3], sampling=RowSampling(stop_token_ids=tuple(range(1000))))
-    with pytest.raises(StepError, match="1000 stop and EOS") as failure:
-        driver.step()
-    assert not failure.value.is_fatal
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-def test_row_with_nan_logits_ends_with_an_error_and_alone(
-    sampling: RowSampling, make_driver, reference
-) -> None:
-    driver = make_driver()
-    sick = driver.add(1, PROMPTS[4], sampling=sampling)
-    well = driver.add(2, PROMPTS[3])
-    driver.run(3)
-    for cache in driver.runner._kv_caches:
-        cache[:, sick.block_ids[0]] = float("nan")
-    driver.run(4)
-    assert sick.counts == [1, 1, 1, 0, 0, 0, 0]
-    assert sick.finish_reason == ERROR
-    assert well.output == reference(PROMPTS[3], 7)
-    # The NaNs stay in a freed block; whoever gets it next is not harmed.
-    driver.remove(1)
-    heir = driver.add(0, PROMPTS[3])
-    assert sick.block_ids[0] in heir.block_ids + driver._free
-    driver.run(5)
-    assert heir.output == reference(PROMPTS[3], 5)
 
 
 # Random draws.
