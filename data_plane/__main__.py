@@ -43,6 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     from data_plane.step_work import StepError
     from data_plane.worker import build_worker
 
+    # While it loads there is nothing to drain. Not the default action, which process 1 of a
+    # container does not have.
+    signal.signal(signal.SIGTERM, _leave)
     try:
         worker = build_worker(config)
     except (ValueError, OSError, StepError) as error:
@@ -56,6 +59,10 @@ def main(argv: list[str] | None = None) -> int:
         logging.shutdown()
         os._exit(exit_code)
     return exit_code
+
+
+def _leave(*_: object) -> None:
+    sys.exit(0)
 
 
 async def _run(config: WorkerConfig, worker: Worker) -> tuple[int, bool]:

@@ -50,6 +50,8 @@ _PERMANENT = {
     grpc.StatusCode.UNIMPLEMENTED,
 }
 _SUPERSEDED = "SUPERSEDED"
+# A step that outlives its stream for longer is worth a line.
+_LONG_STEP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +156,7 @@ class ControlStream:
         try:
             while True:
                 await self._until_idle()
+                started_s = self._loop.time()
                 end, was_welcomed = self._fatal_end, False
                 if end is None and not self._drain_requested.is_set():
                     end, was_welcomed = await self._attach()
@@ -163,10 +166,12 @@ class ControlStream:
                     logger.info("drained: worker=%s", self._worker_id)
                     return EXIT_OK
                 assert end is not None
-                exit_code = self._judge(end)
+                exit_code = self._judge(end, was_welcomed=was_welcomed)
                 if exit_code is not None:
                     return exit_code
-                self._num_failures = 0 if was_welcomed else self._num_failures + 1
+                # A control plane that welcomes and fails at once is not dialled in a tight loop.
+                has_lasted = self._loop.time() - started_s > self._options.backoff_max_s
+                self._num_failures = 0 if was_welcomed and has_lasted else self._num_failures + 1
                 await self._back_off()
         finally:
             self._session = None
@@ -180,7 +185,15 @@ class ControlStream:
         """Drop what was not executed and wait for the running step, unless told to leave."""
         idle = asyncio.wrap_future(self._steps.drop_unexecuted())
         drain = asyncio.create_task(self._drain_requested.wait())
-        await asyncio.wait([idle, drain], return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            [idle, drain], timeout=_LONG_STEP_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not done:
+            logger.warning(
+                "not attached, a step of the last stream is still running: worker=%s",
+                self._worker_id,
+            )
+            await asyncio.wait([idle, drain], return_when=asyncio.FIRST_COMPLETED)
         drain.cancel()
 
     async def _attach(self) -> tuple[StreamEnd, bool]:
@@ -202,7 +215,7 @@ class ControlStream:
             finally:
                 self._session = None
 
-    def _judge(self, end: StreamEnd) -> int | None:
+    def _judge(self, end: StreamEnd, *, was_welcomed: bool) -> int | None:
         """Return the exit code that an end means; None if a new stream is to be tried."""
         if end.reason == _SUPERSEDED and end.code is grpc.StatusCode.ABORTED:
             logger.error(
@@ -231,7 +244,7 @@ class ControlStream:
             return EXIT_REFUSED
         # One line per change of state: a control plane that stays away is named once.
         description = f"{end.reason} {end.message}" if end.code is None else end.reason
-        if description != self._last_end or not self._num_failures:
+        if was_welcomed or description != self._last_end:
             logger.warning(
                 "not attached, retrying: worker=%s address=%s reason=%s message=%s",
                 self._worker_id,
