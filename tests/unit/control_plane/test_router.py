@@ -1,0 +1,67 @@
+"""Which replica takes a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from control_plane import router
+from control_plane.request import Request, SamplingParams
+
+
+@dataclass
+class Replica:
+    replica_id: str
+    queued_tokens: int = 0
+    num_live: int = 0
+    longest: int = 1000
+    hits: dict[str, int] = field(default_factory=dict)
+
+    def fits(self, num_total_tokens: int, num_sequences: int) -> bool:
+        return num_total_tokens * num_sequences <= self.longest
+
+    def num_hit_tokens(self, request: Request) -> int:
+        return self.hits.get(request.req_id, 0)
+
+
+def request(num_tokens: int = 100, total: int = 200, n: int = 1) -> Request:
+    return Request(
+        req_id="q",
+        prompt_token_ids=[1] * num_tokens,
+        sampling=SamplingParams(n=n),
+        seed=0,
+        max_total_tokens=total,
+        arrival=0,
+    )
+
+
+def chosen(*replicas: Replica, of: Request | None = None) -> str | None:
+    replica = router.choose(of or request(), replicas)
+    return None if replica is None else replica.replica_id
+
+
+def test_a_cached_prefix_attracts() -> None:
+    assert chosen(Replica("a"), Replica("b", hits={"q": 64})) == "b"
+
+
+def test_queued_work_outweighs_a_smaller_prefix() -> None:
+    assert chosen(Replica("a"), Replica("b", hits={"q": 64}, queued_tokens=65)) == "a"
+
+
+def test_equal_costs_go_to_the_less_loaded_then_to_the_first_by_id() -> None:
+    assert chosen(Replica("a", num_live=3), Replica("b", num_live=2)) == "b"
+    assert chosen(Replica("b"), Replica("a")) == "a"
+
+
+def test_only_replicas_where_it_fits_are_candidates() -> None:
+    assert chosen(Replica("a", longest=199, hits={"q": 99}), Replica("b")) == "b"
+    assert chosen(Replica("a", longest=199)) is None
+    assert chosen(Replica("a", longest=399), of=request(n=2)) is None
+    assert chosen() is None
+
+
+def test_the_longest_fit_is_the_largest_of_all_replicas_up_to_the_limit() -> None:
+    replicas = [Replica("a", longest=70), Replica("b", longest=130), Replica("c", longest=10)]
+    assert router.longest_fit(replicas, 1, limit=1000) == 130
+    assert router.longest_fit(replicas, 2, limit=1000) == 65
+    assert router.longest_fit(replicas, 1, limit=100) == 100
+    assert router.longest_fit([], 1, limit=100) == 0
