@@ -93,7 +93,10 @@ class AttentionInputs:
 class AttentionMetadata(Protocol):
     """What a backend prepares once per step and every layer reads."""
 
-    slot_mapping: torch.Tensor  # [num_tokens] int64
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        """[num_tokens] int64, as in the step's inputs."""
+        ...
 
 
 class AttentionBackend(Protocol):

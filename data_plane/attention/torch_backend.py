@@ -17,7 +17,12 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from data_plane.attention.base import AttentionInputs, AttentionMetadata, AttentionSpec
+    from data_plane.attention.base import (
+        AttentionBackend,
+        AttentionInputs,
+        AttentionMetadata,
+        AttentionSpec,
+    )
 
 # Gathered keys and values of a group stay in the last-level cache: measured on 8 and 16 rows of
 # 100 to 1000 tokens, larger groups lose more to memory than they save in calls.
@@ -288,6 +293,6 @@ class TorchAttention:
             self._scratch = self._scratch.new_empty((2, needed, self._page_size))
 
 
-def create(spec: AttentionSpec) -> TorchAttention:
-    """Makes the backend for `spec`."""
+def create(spec: AttentionSpec) -> AttentionBackend:
+    """Makes the backend for `spec`; called by `select_backend`."""
     return TorchAttention(spec)

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 NUM_BLOCKS = 96
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 CASES = [
-    pytest.param(info.name, device, dtype, id=f"{info.name}-{device}-{str(dtype)[6:]}")
+    pytest.param(
+        info.name,
+        device,
+        dtype,
+        id=f"{info.name}-{device}-{str(dtype)[6:]}",
+        marks=[pytest.mark.gpu] if device == "cuda" else [],
+    )
     for info in backend_infos()
     for device in DEVICES
     if device in info.device_types
