@@ -9,11 +9,14 @@ Owns: names, buckets. Does not know: where the numbers come from.
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from bisect import bisect_left
 from collections import Counter
+from http.server import ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -118,7 +121,7 @@ class Metrics:
             "Sequences that ended by themselves.",
             labels=["finished_reason"],
         )
-        for reason in ("stop", "length", "error", *self.successes):
+        for reason in dict.fromkeys(("stop", "length", "error", *self.successes)):
             success.add_metric([reason], self.successes[reason])
         yield success
         failure = CounterMetricFamily(
@@ -229,15 +232,31 @@ class MetricsServer:
         """Listen at once; call on the running loop.
 
         Raises:
-            OSError: The port is taken.
+            OSError: The port is taken, or the host is none.
         """
         registry = CollectorRegistry()
         registry.register(_LoopCollector(asyncio.get_running_loop(), metrics, stats))
-        self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+
+        class Handler(MetricsHandler):
+            def do_GET(self) -> None:  # noqa: N802 - the base class's name
+                if self.path.partition("?")[0] == "/metrics":
+                    super().do_GET()
+                else:
+                    self.send_error(404, "Only /metrics is here")
+
+        Handler.registry = registry
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        server_class = type("Server", (ThreadingHTTPServer,), {"address_family": family})
+        self._server: ThreadingHTTPServer = server_class((host, port), Handler)
         self.port: int = self._server.server_port
+        # A short interval: it is what `close` waits for.
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        )
+        self._thread.start()
 
     async def close(self) -> None:
         # In a thread: a scrape under way waits for the loop.
         await asyncio.to_thread(self._server.shutdown)
-        self._server.server_close()
         await asyncio.to_thread(self._thread.join)
+        self._server.server_close()

@@ -169,12 +169,16 @@ class Tokenizer:
             raise InvalidRequestError(
                 "This model has no chat template. Send the prompt as text or token_ids.",
                 field="chat",
+                value="chat",
+                limit="text or token_ids",
             )
         extra = dict(template_kwargs or {})
         for name in sorted(_RESERVED_KWARGS & extra.keys()):
             raise InvalidRequestError(
-                f"template_kwargs may not set {name!r}. Use the fields of the same meaning.",
+                f"chat.template_kwargs may not set {name!r}. Use the fields of the same meaning.",
                 field=f"chat.template_kwargs.{name}",
+                value=name,
+                limit="variables of the template",
             )
         tool_list: Any = [dict(tool) for tool in tools] or None
         # Special tokens such as bos_token are variables of every template.
