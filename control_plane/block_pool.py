@@ -261,7 +261,10 @@ class BlockPool:
         return True
 
     def take_changes(self) -> dict[BlockId, tuple[BlockHash, Version] | None]:
-        """Permanent entries that came (hash, generation) or went (None) since the last call."""
+        """Permanent entries that came (hash, generation) or went (None) since the last call.
+
+        What went may have come since that call too: the taker need not know it.
+        """
         changes, self._changes = self._changes, {}
         return cast("dict[BlockId, tuple[BlockHash, Version] | None]", changes)
 

@@ -367,7 +367,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def save_changes(self) -> None:
         for block_id, entry in self.pool.take_changes().items():
             if entry is None:
-                del self.store[block_id]
+                # It may have come and gone within one result.
+                self.store.pop(block_id, None)
             else:
                 self.store[block_id] = entry
 
