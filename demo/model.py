@@ -43,25 +43,24 @@ def conversion_command(model_dir: Path, python: str = sys.executable) -> list[st
 
 
 @contextlib.contextmanager
-def conversion_lock(models_dir: Path) -> Generator[None]:
+def conversion_lock(models_dir: Path, wait_s: float = _LOCK_WAIT_S) -> Generator[None]:
     """Only one process converts; half-made directories of killed ones go, before and after.
 
     Raises:
-        TimeoutError: another process has been converting for minutes.
+        BlockingIOError: another process has been converting for `wait_s`.
     """
     models_dir.mkdir(parents=True, exist_ok=True)
     fd = os.open(models_dir / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        deadline = time.monotonic() + _LOCK_WAIT_S
+        deadline = time.monotonic() + wait_s
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"another process has been converting into {models_dir} for "
-                        f"{_LOCK_WAIT_S:.0f} s"
+                if time.monotonic() >= deadline:
+                    raise BlockingIOError(
+                        f"another process is converting into {models_dir}"
                     ) from None
                 time.sleep(0.2)
         _remove_partial(models_dir)

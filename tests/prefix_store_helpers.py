@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections import Counter
 from typing import TYPE_CHECKING
+
+from conditions import until
 
 from control_plane.prefix_store import (
     PrefixScope,
@@ -15,7 +16,7 @@ from control_plane.prefix_store import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from collections.abc import AsyncIterator, Mapping
 
     from control_plane.prefix_store import PrefixStore
 
@@ -69,15 +70,6 @@ class Recorder(StoreObserver):
 
     def on_loaded(self, num_entries: int, num_invalid: int) -> None:
         self.num_invalid += num_invalid
-
-
-async def until(condition: Callable[[], Awaitable[bool] | bool]) -> None:
-    async with asyncio.timeout(20):
-        while True:
-            answer = condition()
-            if answer if isinstance(answer, bool) else await answer:
-                return
-            await asyncio.sleep(0.005)
 
 
 async def until_loaded(

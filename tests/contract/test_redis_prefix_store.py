@@ -8,6 +8,7 @@ import logging
 from typing import TYPE_CHECKING
 
 import pytest
+from conditions import until
 from prefix_store_helpers import (
     OTHER_EPOCH,
     SCOPE,
@@ -16,7 +17,6 @@ from prefix_store_helpers import (
     entries,
     entry,
     opened_store,
-    until,
     until_held,
     until_loaded,
 )
