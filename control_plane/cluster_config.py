@@ -29,7 +29,8 @@ class ClusterConfig:
         max_queued_requests: Requests without a row, over all replicas, before new ones are refused.
         max_queued_tokens: Prompt tokens of those requests, likewise.
         term_gather_s: How long after the start Hellos are awaited before the term is settled.
-        audit_interval_s: Least time between two audits of an idle replica's pool.
+        audit_interval_s: Least time between two audits, block by block, of an idle replica's pool;
+            one takes up to half a second for 100 000 blocks. Their number is checked every time.
     """
 
     deployment: str = "default"
@@ -47,7 +48,7 @@ class ClusterConfig:
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_000_000
     term_gather_s: float = 0.5
-    audit_interval_s: float = 1.0
+    audit_interval_s: float = 60.0
 
     def __post_init__(self) -> None:
         for name in ("lease_s", "step_timeout_s"):

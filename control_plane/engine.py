@@ -20,7 +20,7 @@ from protos.pagewire.v1 import worker_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from control_plane.engine_core import EngineConfig
+    from control_plane.engine_config import EngineConfig
     from control_plane.errors import ServingError
     from control_plane.prefix_store import PrefixScope, PrefixStore
     from control_plane.replica import ReplicaScheduler, ReplicaShape, WorkerFacts

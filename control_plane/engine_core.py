@@ -11,11 +11,17 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
-from control_plane.errors import Code, ProtocolError, ReplayLimitError, ServingError
+from control_plane.engine_config import EngineCounters
+from control_plane.errors import (
+    Code,
+    InvariantError,
+    ProtocolError,
+    ReplayLimitError,
+    ServingError,
+)
 from control_plane.plan import count_prompt_tokens, decode_step_result, encode_plan, malformed
 from control_plane.request import Version
 from control_plane.scheduled_step import ResultMismatchError
@@ -24,6 +30,7 @@ from protos.pagewire.v1 import worker_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from control_plane.engine_config import EngineConfig
     from control_plane.replica import ReplicaScheduler
     from control_plane.request import BlockHash, BlockId, FinishReason, Request
     from control_plane.request import Sequence as RequestSequence
@@ -36,32 +43,6 @@ logger = logging.getLogger(__name__)
 MAX_LOSSES = 3
 # Resets that answer the worker, without a confirmed step between them, that end its stream.
 MAX_RESETS_IN_A_ROW = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """What one replica's engine goes by. Times in seconds.
-
-    Attributes:
-        lookahead: Steps ordered beyond the one whose result is awaited.
-        vocab_size: Token ids of results are below it.
-        lease_s: Silence after which the worker counts as gone.
-        step_timeout_s: Longest time for one step; counts from when the worker could begin it.
-        audit_interval_s: Least time between two audits of an idle pool.
-    """
-
-    lookahead: int
-    vocab_size: int
-    lease_s: float
-    step_timeout_s: float
-    audit_interval_s: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.lookahead <= 64:
-            raise ValueError(f"lookahead must be in [0, 64], got {self.lookahead}")
-        for name in ("lease_s", "step_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
 
 class EngineOutput(Protocol):
@@ -82,22 +63,6 @@ class EngineOutput(Protocol):
     def index_changed(self, changes: Mapping[BlockId, tuple[BlockHash, Version] | None]) -> None:
         """Permanent entries of the prefix index came or went."""
         ...
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    """Since the engine was built."""
-
-    plans_sent: int = 0
-    plan_bytes: int = 0
-    prompt_tokens_sent: int = 0
-    replayed_tokens: int = 0
-    num_resets: int = 0
-    num_nacks: int = 0
-    num_step_failures: int = 0
-    num_stale_messages: int = 0
-    generation_tokens: int = 0
-    device_time_us: int = 0
 
 
 class EngineCore:
@@ -202,9 +167,8 @@ class EngineCore:
             if step is None:
                 break
             self._send_plan(step, now)
-        if self.is_idle and now - self._last_audit >= self.config.audit_interval_s:
-            self._last_audit = now
-            self.scheduler.audit()
+        if self.is_idle:
+            self._audit_idle(now)
 
     def check(self, now: float) -> None:
         """Look at the clock.
@@ -396,6 +360,22 @@ class EngineCore:
         self._output.send(message)
 
     # ---- losses --------------------------------------------------------------------------------
+
+    def _audit_idle(self, now: float) -> None:
+        """Check that nothing leaked: by count every time, block by block once in a while.
+
+        Raises:
+            InvariantError: Blocks are missing, or contradict each other.
+        """
+        scheduler = self.scheduler
+        if scheduler.num_free_blocks != scheduler.num_usable_blocks:
+            raise InvariantError(
+                f"{scheduler.num_free_blocks} of {scheduler.num_usable_blocks} blocks are free "
+                f"with nothing running: sent_version={self.sent_version}"
+            )
+        if now - self._last_audit >= self.config.audit_interval_s:
+            self._last_audit = now
+            scheduler.audit()
 
     def _mark_lost(self, requests: Iterable[Request]) -> None:
         """Count a loss for each; fail those at their last one."""

@@ -9,7 +9,7 @@ import asyncio
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
-from control_plane.errors import InvariantError
+from control_plane.errors import InvariantError, ServingError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -30,10 +30,15 @@ class Failure:
 
     @contextmanager
     def guard(self) -> Generator[None]:
-        """Record an InvariantError on its way to a caller that may answer only its own client."""
+        """Record a failure on its way to a caller that may answer only its own client.
+
+        For steps that must not stop half-way: whatever interrupts one leaves requests nowhere.
+        """
         try:
             yield
-        except InvariantError as error:
+        except ServingError:
+            raise
+        except Exception as error:
             self.record(error)
             raise
 

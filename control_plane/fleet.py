@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Protocol
 
 from control_plane.engine import Engine
-from control_plane.engine_core import EngineConfig
+from control_plane.engine_config import EngineConfig
 from control_plane.errors import Code, InvariantError, ProtocolError, ShuttingDownError
 from control_plane.prefix_store import PrefixScope
 from control_plane.replica import (
