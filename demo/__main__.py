@@ -9,8 +9,6 @@ import asyncio
 import sys
 from typing import TYPE_CHECKING
 
-from pagewire_client import PagewireError
-
 from demo.model import ROOT
 from demo.session import Session, run_demo
 
@@ -35,11 +33,7 @@ async def demo(session: Session) -> int:
             await stack.wait_until_ready(
                 settings.workers, on_change=lambda seen: console.say("waiting", seen)
             )
-        try:
-            await stack.processes.guard(_answer(session, stack))
-        except PagewireError as error:
-            console.write(f"\nfailed: {error.message}")
-            return 1
+        await stack.processes.guard(_answer(session, stack))
         console.write(_how_to_call(stack))
         if settings.keep:
             console.write("\nRunning until Ctrl-C.")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.02
 _TAIL_LINES = 20
+_DEATH_WAIT_S = 0.3
 
 T = TypeVar("T")
 
@@ -227,6 +228,10 @@ class ProcessGroup:
             while not task.done():
                 self.check()
                 await asyncio.wait([task], timeout=0.1)
+            if not task.cancelled() and task.exception() is not None:
+                # A child's death breaks the work before it can be seen: name the cause.
+                await asyncio.sleep(_DEATH_WAIT_S)
+                self.check()
             return task.result()
         finally:
             if not task.done():

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pagewire_client import PagewireError
+
 from demo.leftovers import AlreadyRunningError, RunDirectory
 from demo.model import (
     DEMO_MODEL,
@@ -245,6 +247,6 @@ async def _run(main: Callable[[Session], Awaitable[int]], session: Session) -> i
         return await task
     except asyncio.CancelledError:
         return 128 + interrupted[0] if interrupted else 1
-    except (ProcessDiedError, TimeoutError, OSError, RuntimeError) as error:
+    except (PagewireError, ProcessDiedError, TimeoutError, OSError, RuntimeError) as error:
         session.console.write(f"\nfailed: {error}")
         return 1

@@ -120,6 +120,17 @@ async def test_guard_reports_a_death_with_the_end_of_the_log(group):
     assert "last words" in str(death.value)
 
 
+async def test_guard_names_the_death_that_made_the_work_fail(group):
+    process = group.start("p", [sys.executable, "-c", "import time; time.sleep(0.2)"])
+
+    async def work() -> None:
+        await until(lambda: not process.is_running)
+        raise ConnectionError("broken pipe")
+
+    with pytest.raises(ProcessDiedError):
+        await group.guard(work())
+
+
 async def test_guard_lets_a_wanted_kill_pass(group):
     group.start("p", SLEEP).kill()
     assert await group.guard(asyncio.sleep(0.3, "done")) == "done"
