@@ -147,7 +147,7 @@ def _cluster_families(snapshot: ClusterSnapshot) -> Iterable[Metric]:
     yield GaugeMetricFamily(
         _PREFIX + "prefix_store_up",
         "Whether the prefix store answers.",
-        value="unreachable" not in snapshot.prefix_store,
+        value=snapshot.prefix_store in ("memory", "redis: ok"),
     )
     yield _counter("replicas_lost", "Replicas lost.", snapshot.num_replicas_lost)
     yield _counter("replays", "Requests handed to a replica again.", snapshot.num_replays)
