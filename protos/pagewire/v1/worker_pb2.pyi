@@ -32,14 +32,16 @@ class WorkerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step_result: _Optional[_Union[StepResult, _Mapping]] = ..., nack: _Optional[_Union[Nack, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., generations: _Optional[_Union[Generations, _Mapping]] = ..., step_failed: _Optional[_Union[StepFailed, _Mapping]] = ...) -> None: ...
 
 class ControlMessage(_message.Message):
-    __slots__ = ("welcome", "reset", "plan")
+    __slots__ = ("welcome", "reset", "plan", "heartbeat")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     reset: Reset
     plan: Plan
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., reset: _Optional[_Union[Reset, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ...) -> None: ...
+    heartbeat: Heartbeat
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., reset: _Optional[_Union[Reset, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol_version", "worker_id", "replica_id", "rank", "tp_size", "epoch", "applied_version", "highest_term", "model_fingerprint", "kv_geometry", "num_blocks", "max_num_seqs", "max_model_len", "max_num_batched_tokens", "backend", "device", "software_version", "rendezvous_address")
