@@ -100,6 +100,7 @@ class Engine:
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._drain_ends_at = float("inf")
+        self._last_sent_s = 0.0
 
     # ---- the stream ----------------------------------------------------------------------------
 
@@ -121,7 +122,7 @@ class Engine:
             lease=duration_pb2.Duration(),
         )
         welcome.lease.FromNanoseconds(int(self.core.config.lease_s * 1e9))
-        stream.send(worker_pb2.ControlMessage(welcome=welcome))
+        self.send(worker_pb2.ControlMessage(welcome=welcome))
         self.core.attach(facts.applied_version, now)
         self._wake.set()
         self._task = asyncio.create_task(self._run(), name=f"engine {self.replica_id}")
@@ -182,7 +183,11 @@ class Engine:
             if self.core.draining and (self.core.is_idle or now >= self._drain_ends_at):
                 self._owner.lose(self, None, lost=False)
                 return
-            self._arm_timer(min(self.core.next_check(), self._drain_ends_at) - now)
+            heartbeat_at = self._last_sent_s + self.core.config.lease_s / 3
+            if now >= heartbeat_at:
+                self.send(worker_pb2.ControlMessage(heartbeat=worker_pb2.Heartbeat()))
+                heartbeat_at = now + self.core.config.lease_s / 3
+            self._arm_timer(min(self.core.next_check(), self._drain_ends_at, heartbeat_at) - now)
             await self._wake.wait()
 
     def _arm_timer(self, delay_s: float) -> None:
@@ -246,6 +251,7 @@ class Engine:
         """Pass a message of the core on to the worker."""
         if self._stream is not None:
             self._stream.send(message)
+            self._last_sent_s = self._clock()
 
     def advance(self, update: StepUpdate) -> None:
         """Pass tokens of the core on."""

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 # A lost replica keeps its pool and index this long, in case the same KV memory comes back.
 _KEEP_LOST_S = 300.0
+# Superseded processes that are remembered, oldest forgotten first.
+_MAX_SUPERSEDED = 1024
 
 
 class RequestOwner(Protocol):
@@ -90,6 +92,7 @@ class Fleet:
         self._engines: dict[str, Engine] = {}
         self._geometries: dict[str, KvGeometry] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._superseded: dict[tuple[str, bytes], None] = {}
         self._is_open = True
         self.term = Term(config.shard, store, gather_s=config.term_gather_s)
         self.num_lost = 0
@@ -175,16 +178,23 @@ class Fleet:
             )
 
     def _supersede(self, facts: WorkerFacts) -> None:
+        """End the older stream of the same worker id.
+
+        Raises:
+            ProtocolError: SUPERSEDED; this process was superseded itself. A status can get lost
+                with the stream that it ends; without this, two processes would take the id from
+                each other for ever.
+        """
+        if (facts.worker_id, facts.epoch) in self._superseded:
+            raise _superseded(facts, "another process with this id")
         for engine in list(self._engines.values()):
-            if engine.facts is not None and engine.facts.worker_id == facts.worker_id:
-                error = ProtocolError(
-                    "SUPERSEDED",
-                    f"Worker {facts.worker_id} attached again from {facts.peer}; the newest "
-                    f"stream wins.",
-                    code=Code.ABORTED,
-                    worker_id=facts.worker_id,
-                )
-                self.lose(engine, error, lost=True)
+            old = engine.facts
+            if old is not None and old.worker_id == facts.worker_id:
+                if old.epoch != facts.epoch:
+                    self._superseded[old.worker_id, old.epoch] = None
+                    if len(self._superseded) > _MAX_SUPERSEDED:
+                        del self._superseded[next(iter(self._superseded))]
+                self.lose(engine, _superseded(facts, facts.peer), lost=True)
 
     def _step_back(self, facts: WorkerFacts, term: int) -> ProtocolError:
         logger.error(
@@ -312,6 +322,15 @@ class Fleet:
             # An engine's task handles what its worker can cause; anything else is our own defect.
             logger.critical("engine failed: task=%s", task.get_name(), exc_info=error)
             self._failure.record(error)
+
+
+def _superseded(facts: WorkerFacts, by: str) -> ProtocolError:
+    return ProtocolError(
+        "SUPERSEDED",
+        f"Worker {facts.worker_id} attached again from {by}; the newest process wins.",
+        code=Code.ABORTED,
+        worker_id=facts.worker_id,
+    )
 
 
 def shutting_down() -> ShuttingDownError:

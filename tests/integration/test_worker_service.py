@@ -159,13 +159,27 @@ async def test_the_newest_stream_of_a_worker_id_wins() -> None:
         harness.assert_nothing_held()
 
 
-async def test_a_superseded_stream_ends_with_aborted() -> None:
+async def test_a_superseded_stream_ends_with_aborted_and_does_not_come_back() -> None:
+    async with running_cluster() as harness, RawPeer(harness.address) as old:
+        await old.attach(epoch=b"a" * 16)
+        async with RawPeer(harness.address) as new, RawPeer(harness.address) as again:
+            await new.attach(epoch=b"b" * 16, replica_id="another")
+            assert (await old.end())[:2] == (CODE.ABORTED, "SUPERSEDED")
+            # Should the process behind it not have heard.
+            await again.say(hello(epoch=b"a" * 16))
+            assert (await again.end())[:2] == (CODE.ABORTED, "SUPERSEDED")
+            assert harness.cluster.num_ready("fake") == 1
+
+
+async def test_a_process_may_supersede_its_own_stream() -> None:
     async with running_cluster() as harness, RawPeer(harness.address) as old:
         await old.attach()
         async with RawPeer(harness.address) as new:
-            await new.attach(replica_id="another")
+            await new.attach()
             assert (await old.end())[:2] == (CODE.ABORTED, "SUPERSEDED")
-            assert harness.cluster.num_ready("fake") == 1
+            async with RawPeer(harness.address) as third:
+                await third.attach()
+                assert harness.cluster.num_ready("fake") == 1
 
 
 # ---- attached peers that break the rules -------------------------------------------------------
@@ -403,3 +417,13 @@ def test_noise_never_disturbs_another_replica(noise: list[bytes]) -> None:
                 harness.assert_nothing_held()
 
     asyncio.run(run())
+
+
+async def test_an_idle_worker_hears_heartbeats_within_its_lease() -> None:
+    async with running_cluster(lease_s=0.3) as harness, harness.worker("w0") as worker:
+        await until(lambda: worker.is_serving)
+        stream = worker.protocol.identity.worker_id
+        # Three leases without any work: a stream that ended would have been dialled again.
+        await asyncio.sleep(0.9)
+        assert worker.is_serving
+        assert harness.replica(stream).num_resets == 1
