@@ -149,11 +149,6 @@ class StreamProtocol:
         return self._num_unconfirmed
 
     @property
-    def is_reset_due(self) -> bool:
-        """Whether the control plane owes a Reset, which it sends without waiting for anything."""
-        return self._phase in (Phase.AWAITING_RESET, Phase.DISCARDING)
-
-    @property
     def is_idle(self) -> bool:
         """Whether nothing is ordered and every row is finished: a draining worker may leave."""
         return self._num_unconfirmed == 0 and self.row_table.num_live_rows == 0
@@ -212,6 +207,8 @@ class StreamProtocol:
             return self._receive_reset(message.reset)
         if kind == "welcome" and self._phase is Phase.AWAITING_WELCOME:
             return self._receive_welcome(message.welcome)
+        if kind == "heartbeat" and self._phase not in (Phase.DISCONNECTED, Phase.AWAITING_WELCOME):
+            return Reaction()
         if kind is None:
             raise ProtocolViolation(
                 "UNKNOWN_MESSAGE",

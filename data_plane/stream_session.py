@@ -86,8 +86,7 @@ class StreamSession:
         self._failed: asyncio.Future[StreamEnd] = self._loop.create_future()
         self._last_sent_s = self._loop.time()
         self._last_step_s = self._loop.time()
-        # When a Reset began to be due.
-        self._reset_due_s: float | None = None
+        self._last_heard_s = self._loop.time()
 
     @property
     def was_welcomed(self) -> bool:
@@ -154,6 +153,7 @@ class StreamSession:
                         message="the control plane closed the stream",
                     )
                 assert isinstance(message, worker_pb2.ControlMessage)
+                self._last_heard_s = self._loop.time()
                 self._react(self._protocol.receive(message))
         except ProtocolViolation as violation:
             return StreamEnd(code=None, reason=violation.reason, message=violation.message)
@@ -223,16 +223,16 @@ class StreamSession:
             return
 
     async def _keep_alive(self) -> StreamEnd:
-        """Send heartbeats, and end a stream whose control plane owes a Reset for a lease."""
+        """Send heartbeats, and end a stream on which nothing came for a lease."""
         lease_s = await asyncio.shield(self._welcome)
         interval_s = lease_s / 3
         while True:
             now_s = self._loop.time()
-            if self._reset_due_s is not None and now_s - self._reset_due_s > lease_s:
+            if now_s - self._last_heard_s > lease_s:
                 return StreamEnd(
                     code=None,
                     reason="SILENT",
-                    message=f"no Reset within the lease of {lease_s:g} s",
+                    message=f"no message within the lease of {lease_s:g} s",
                 )
             if now_s - self._last_sent_s >= interval_s:
                 # A message in the queue will renew the lease once the transport takes it.
@@ -270,10 +270,6 @@ class StreamSession:
         return StreamEnd(code=None, reason="DRAINED", message="the worker has drained")
 
     def _note_progress(self) -> None:
-        if not self._protocol.is_reset_due:
-            self._reset_due_s = None
-        elif self._reset_due_s is None:
-            self._reset_due_s = self._loop.time()
         if self._drain_requested.is_set() and self._protocol.is_idle:
             self._drained.set()
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from data_plane.config import WorkerConfig
+    from data_plane.models.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,6 @@ def build_worker(config: WorkerConfig) -> Worker:
     # First, because it tells in milliseconds whether the directory is complete.
     fingerprint = base_fingerprint(config.model)
     device = resolve_device(config.device)
-    is_cuda = device.type == "cuda"
     started_s = time.monotonic()
     logger.info(
         "loading model: worker=%s path=%s device=%s dtype=%s threads=%d",
@@ -64,6 +64,23 @@ def build_worker(config: WorkerConfig) -> Worker:
     logger.info(
         "model loaded: worker=%s seconds=%.1f", config.worker_id, time.monotonic() - started_s
     )
+    return assemble_worker(config, model, fingerprint)
+
+
+def assemble_worker(config: WorkerConfig, model: LoadedModel, fingerprint: bytes) -> Worker:
+    """Allocate the KV cache of a loaded model and run a step; several workers may share a model.
+
+    Args:
+        config: Of the worker; path, device and dtype of the model are those of `model`.
+        model: Read only.
+        fingerprint: What `base_fingerprint` says of its directory.
+
+    Raises:
+        ValueError: model, memory or limits do not fit together; the message says how.
+        StepError: the device cannot run a step.
+    """
+    device = model.model.device
+    is_cuda = device.type == "cuda"
     max_num_seqs = config.max_num_seqs or (256 if is_cuda else 32)
     max_num_batched_tokens = config.max_num_batched_tokens or max(
         max_num_seqs, 8192 if is_cuda else 512

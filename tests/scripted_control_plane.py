@@ -51,6 +51,10 @@ def reset(version: int) -> worker_pb2.ControlMessage:
     return worker_pb2.ControlMessage(reset=worker_pb2.Reset(version=version))
 
 
+def heartbeat() -> worker_pb2.ControlMessage:
+    return worker_pb2.ControlMessage(heartbeat=worker_pb2.Heartbeat())
+
+
 def plan(version: int, **fields: object) -> worker_pb2.ControlMessage:
     """A plan of one step on top of version - 1; rows and ids as lists become columns."""
     message = worker_pb2.Plan(base_version=version - 1, version=version, num_steps=1)

@@ -186,7 +186,7 @@ async def test_a_drained_worker_leaves_with_0_and_its_requests_are_finished() ->
 
 async def test_what_a_drain_has_no_time_for_is_replayed_elsewhere() -> None:
     async with running_cluster() as harness, harness.worker("w1") as other:
-        leaving = harness.worker("w0", grace_s=0.2)
+        leaving = harness.worker("w0", grace_s=2.0)
         leaving.start()
         await harness.ready(2)
         leaving.runner.gate.clear()

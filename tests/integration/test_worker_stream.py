@@ -16,6 +16,7 @@ from scripted_control_plane import (
     ScriptedStream,
     added_row,
     column,
+    heartbeat,
     plan,
     read_column,
     reset,
@@ -259,19 +260,23 @@ async def test_heartbeats_go_on_during_a_long_step() -> None:
         await stream.send(plan(2))
         for _ in range(3):
             assert (await stream.receive(heartbeats=True)).HasField("heartbeat")
+            await stream.send(heartbeat())
         worker.runner.gate.set()
         assert (await stream.receive()).step_result.version == 2
 
 
-async def test_control_plane_that_owes_a_reset_for_a_lease_counts_as_gone() -> None:
+async def test_control_plane_that_is_silent_for_a_lease_counts_as_gone() -> None:
+    # The process lives and its transport answers pings; only its own messages count.
     async with ScriptedControlPlane() as control, FakeWorker(control.address):
         stream = await control.accept()
-        await stream.receive()
-        await stream.send(welcome(lease_s=0.2))
+        await stream.attach(1, lease_s=0.3)
+        for _ in range(3):
+            await stream.receive(heartbeats=True)
+            await stream.send(heartbeat())
         await stream.receive_end()
         stream = await control.accept()
-        await stream.attach(1)
-        await start_row(stream, 2)
+        await stream.attach(2)
+        await start_row(stream, 3)
 
 
 class CuttableNetwork:

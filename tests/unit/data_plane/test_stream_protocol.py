@@ -111,7 +111,7 @@ def test_plans_behind_a_refused_one_are_dropped_silently_and_results_before_it_c
     assert status_reason(message.nack.status) == Refusal.BASE_VERSION_MISMATCH
     assert worker.feed(plan(13)) == []
     assert worker.feed(plan(14)) == []
-    assert worker.protocol.is_reset_due
+    assert worker.protocol.phase is Phase.DISCARDING
     [message] = worker.run_all()
     assert message.step_result.version == 12
     assert worker.feed(reset(15)) == []
