@@ -245,6 +245,12 @@ class RawPeer:
         assert message is not grpc.aio.EOF, await self.end()
         return message
 
+    async def hear_order(self) -> worker_pb2.ControlMessage:
+        """The next message that is no heartbeat."""
+        while (message := await self.hear()).HasField("heartbeat"):
+            pass
+        return message
+
     async def attach(self, **fields: Any) -> worker_pb2.Welcome:
         """Say Hello, hear Welcome and Reset."""
         await self.say(hello(**fields))
@@ -255,7 +261,7 @@ class RawPeer:
         return welcome.welcome
 
     async def hear_plan(self) -> worker_pb2.Plan:
-        message = await self.hear()
+        message = await self.hear_order()
         assert message.HasField("plan"), message
         return message.plan
 

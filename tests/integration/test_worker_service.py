@@ -329,6 +329,15 @@ async def test_a_silent_worker_loses_its_lease() -> None:
         harness.assert_nothing_held()
 
 
+async def test_an_idle_worker_hears_heartbeats() -> None:
+    async with running_cluster(lease_s=0.3) as harness, RawPeer(harness.address) as peer:
+        await peer.attach()
+        for _ in range(3):
+            assert (await peer.hear()).HasField("heartbeat")
+            await peer.say(Message(heartbeat=worker_pb2.Heartbeat()))
+        assert harness.cluster.num_ready("fake") == 1
+
+
 async def test_a_step_that_stays_unconfirmed_loses_a_worker_that_heartbeats() -> None:
     async with running_cluster(lease_s=0.6, step_timeout_s=0.9) as harness:
         worker = harness.worker("stuck")
