@@ -35,22 +35,22 @@ def base_fingerprint(model_dir: Path) -> bytes:
         raise ValueError(f"{config_path} must hold a JSON object")
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     digest = hashlib.sha256()
-    _add(digest, b"pagewire-model-1", b"")
-    _add(digest, b"config", canonical.encode())
-    _add(digest, b"tokenizer", (model_dir / "tokenizer.json").read_bytes())
+    digest.update(_field(b"pagewire-model-1", b""))
+    digest.update(_field(b"config", canonical.encode()))
+    digest.update(_field(b"tokenizer", (model_dir / "tokenizer.json").read_bytes()))
     weights = sorted(p for p in model_dir.iterdir() if p.suffix in _WEIGHT_SUFFIXES)
     if not weights:
         raise FileNotFoundError(
             f"{model_dir} has no weight file ({' or '.join('*' + s for s in _WEIGHT_SUFFIXES)})"
         )
     for path in weights:
-        _add(digest, b"weights", path.name.encode())
+        digest.update(_field(b"weights", path.name.encode()))
         size = path.stat().st_size
-        _add(digest, b"size", size.to_bytes(8, "little"))
+        digest.update(_field(b"size", size.to_bytes(8, "little")))
         with path.open("rb") as file:
-            _add(digest, b"head", file.read(_EDGE_BYTES))
+            digest.update(_field(b"head", file.read(_EDGE_BYTES)))
             file.seek(max(0, size - _EDGE_BYTES))
-            _add(digest, b"tail", file.read(_EDGE_BYTES))
+            digest.update(_field(b"tail", file.read(_EDGE_BYTES)))
     return digest.digest()
 
 
@@ -66,14 +66,12 @@ def served_fingerprint(base: bytes, *, kv_dtype: str, kv_scales: bytes = b"") ->
         32 bytes, the `model_fingerprint` of Hello.
     """
     digest = hashlib.sha256()
-    _add(digest, b"pagewire-served-1", base)
-    _add(digest, b"kv_dtype", kv_dtype.encode())
-    _add(digest, b"kv_scales", kv_scales)
+    digest.update(_field(b"pagewire-served-1", base))
+    digest.update(_field(b"kv_dtype", kv_dtype.encode()))
+    digest.update(_field(b"kv_scales", kv_scales))
     return digest.digest()
 
 
-def _add(digest: hashlib._Hash, tag: bytes, value: bytes) -> None:
+def _field(tag: bytes, value: bytes) -> bytes:
     # Length prefixes: no two different sequences of fields have the same encoding.
-    for part in (tag, value):
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
+    return b"".join(len(part).to_bytes(8, "little") + part for part in (tag, value))

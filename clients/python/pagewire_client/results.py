@@ -139,7 +139,7 @@ class GenerationLog:
         """The request that continues from here, after the stream broke.
 
         It repeats the prompt and the parameters, carries the seed of the first response, and what
-        was received of each sequence.
+        was received of each sequence, in this call and in those that it resumed itself.
         """
         request = inference_pb2.GenerateRequest()
         request.CopyFrom(self.request)
@@ -147,9 +147,10 @@ class GenerationLog:
         if self.seed is not None:
             request.sampling.seed = self.seed
         reasons = {name: number for number, name in _FINISH_REASONS.items()}
-        del request.resume[:]
+        entries = {entry.index: entry for entry in request.resume}
         for output in self.outputs.values():
-            entry = request.resume.add(index=output.index, token_ids=output.token_ids)
+            entry = entries.get(output.index) or request.resume.add(index=output.index)
+            entry.token_ids.extend(output.token_ids)
             if output.finish_reason is not None:
                 entry.finish_reason = reasons[output.finish_reason]
         return request
@@ -159,7 +160,8 @@ class GenerationLog:
         return Completion(
             request_id=self.request_id,
             seed=self.seed or 0,
-            outputs=[self.outputs[i] for i in sorted(self.outputs)],
+            # A resumed request may have had nothing left to say.
+            outputs=[self.outputs[i] for i in sorted(self.outputs)] or [Output(0)],
             usage=self.usage or Usage(0, 0, 0, 0),
         )
 

@@ -158,3 +158,13 @@ def test_the_client_imports_protos_and_grpc_only() -> None:
         check=True,
     )
     assert process.stdout.strip() == "[]"
+
+
+def test_a_second_resume_carries_what_the_first_one_had() -> None:
+    first = GenerationLog(build_request("x", {}))
+    first.add(pb.GenerateResponse(outputs=[pb.SequenceOutput(text="a", token_ids=[1, 2])]))
+    second = GenerationLog(first.resume_request())
+    second.add(pb.GenerateResponse(outputs=[pb.SequenceOutput(text="b", token_ids=[3])]))
+    assert [list(entry.token_ids) for entry in second.resume_request().resume] == [[1, 2, 3]]
+    # What was resumed may have had nothing left to say.
+    assert GenerationLog(first.resume_request()).completion().token_ids == []
