@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _EDGE_BYTES = 1 << 20  # read at both ends of each weight file
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf")
