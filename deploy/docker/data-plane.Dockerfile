@@ -3,7 +3,7 @@
 # TORCH_INDEX   package index for torch alone. Without it pip takes the CUDA build of several GB;
 #               PyTorch's CPU index gives one that is enough for a machine without a GPU.
 # APT_PACKAGES  Debian packages to add. A GPU worker needs "gcc libc6-dev": Triton compiles its
-#               launchers when a kernel first runs.
+#               launchers when a kernel first runs (on Debian's own Python "python3-dev", too).
 # Only what every Docker engine's classic builder knows is used, and few layers.
 ARG BASE_IMAGE=python:3.12-slim
 

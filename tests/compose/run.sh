@@ -15,6 +15,7 @@ cd "$(dirname "$0")/../.."
 root=$PWD
 python=${PYTHON:-$root/.venv/bin/python}
 tmp=$(mktemp -d "${TMPDIR:-/tmp}/pagewire-compose.XXXXXX")
+export PAGEWIRE_TAG=test-$$ COMPOSE_PROJECT_NAME=pagewire-test-$$
 engine_pid=""
 started=$SECONDS
 
@@ -39,6 +40,15 @@ wait_for() { # wait_for SECONDS COMMAND...
     done
 }
 
+# Of an engine that stays; build stages that nobody tagged are its build cache. Twice, since an image
+# goes only after those that were built on it.
+remove_images() {
+    for _ in 1 2; do
+        docker image ls --filter "reference=*:$PAGEWIRE_TAG" --format '{{.Repository}}:{{.Tag}}' |
+            xargs --no-run-if-empty docker image rm >>"$tmp/down.log" 2>&1
+    done
+}
+
 clean_up() {
     local status=$?
     trap - EXIT INT TERM
@@ -49,10 +59,10 @@ clean_up() {
             in_project 20 logs --no-color --tail=40
         fi
         in_project 120 down --volumes --remove-orphans --timeout 10 >"$tmp/down.log" 2>&1
-        docker image ls --quiet --filter "reference=*:$PAGEWIRE_TAG" | sort -u |
-            xargs --no-run-if-empty docker image rm --force >>"$tmp/down.log" 2>&1
     fi
-    if [ -n "$engine_pid" ]; then
+    if [ -z "$engine_pid" ]; then
+        remove_images
+    else
         kill "$engine_pid" 2>/dev/null
         for _ in $(seq 30); do kill -0 "$engine_pid" 2>/dev/null || break; sleep 1; done
         kill -KILL "$engine_pid" 2>/dev/null
@@ -92,7 +102,8 @@ start_engine() {
     for driver in overlay2 vfs; do
         # No firewall rules, no default bridge, no change of forwarding: compose's own networks and
         # docker-proxy are all that is needed.
-        dockerd --storage-driver=$driver --iptables=false --ip6tables=false --ip-forward=false \
+        # In a session of its own, so that Ctrl-C leaves it to the clean-up, which needs it.
+        setsid dockerd --storage-driver=$driver --iptables=false --ip6tables=false --ip-forward=false \
             --bridge=none --data-root "$tmp/data" --exec-root "$tmp/exec" \
             --pidfile "$tmp/docker.pid" --host "$DOCKER_HOST" >"$tmp/dockerd-$driver.log" 2>&1 &
         engine_pid=$!
@@ -112,7 +123,6 @@ start_engine() {
     fail "dockerd does not start"
 }
 
-export PAGEWIRE_TAG=test-$$ COMPOSE_PROJECT_NAME=pagewire-test-$$
 if engine_answers >/dev/null 2>&1; then
     step "using the Docker engine that answers"
 else
