@@ -116,6 +116,10 @@ class Api:
         replicas = self.control_plane.cluster.stats().replicas
         return sum(r.usable_blocks for r in replicas), sum(r.free_blocks for r in replicas)
 
+    def num_generated(self) -> int:
+        """Output tokens of all replicas."""
+        return sum(r.generation_tokens for r in self.control_plane.cluster.stats().replicas)
+
     def is_idle(self) -> bool:
         stats = self.control_plane.cluster.stats()
         usable, free = self.usage_of_blocks()
@@ -152,7 +156,7 @@ async def running_api(
         port=0,
         worker_port=0,
         metrics_port=0,
-        cluster=ClusterConfig(term_gather_s=0.01, replica_wait_s=20.0, audit_interval_s=0.05),
+        cluster=ClusterConfig(term_gather_s=0.01, replica_wait_s=120.0, audit_interval_s=0.05),
     )
     config = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
     async with (

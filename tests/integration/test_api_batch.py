@@ -149,15 +149,20 @@ async def test_an_unread_answer_keeps_its_slot(api: Api) -> None:
         assert len(ids) == 5 * WINDOW
 
 
-async def test_a_cancelled_batch_gives_everything_back(api: Api) -> None:
-    call = api.stub.GenerateBatch()
-    for i in range(WINDOW):
-        await call.write(message(str(i), [i + 5], max_tokens=2000))
-    await until(
-        lambda: api.control_plane.cluster.stats().num_requests_live == WINDOW, what="all run"
-    )
-    call.cancel()
-    await until(api.is_idle, what="blocks are free")
+async def test_a_cancelled_batch_gives_everything_back(
+    model: CatalogModel, model_dir: Path
+) -> None:
+    async with running_api(model, model_dir) as api, api.ready_worker() as worker:
+        worker.runner.gate.clear()
+        call = api.stub.GenerateBatch()
+        for i in range(WINDOW):
+            await call.write(message(str(i), [i + 5], max_tokens=2000))
+        stats = api.control_plane.cluster.stats
+        await until(lambda: stats().num_requests_live == WINDOW, what="all are admitted")
+        call.cancel()
+        await until(lambda: stats().num_requests_live == 0, what="all are gone")
+        worker.runner.gate.set()
+        await until(api.is_idle, what="blocks are free")
 
 
 async def test_a_batch_sends_no_partial_answers(api: Api) -> None:

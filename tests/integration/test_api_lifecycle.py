@@ -46,14 +46,20 @@ def live(api: Api) -> int:
     return api.control_plane.cluster.stats().num_requests_live
 
 
-async def test_a_cancelled_call_gives_its_blocks_back(api: Api) -> None:
-    generation = api.client.generate([5, 6, 7], **LONG)
-    async for _ in generation:
-        break
-    assert live(api) == 1
-    generation.cancel()
-    await until(api.is_idle, what="blocks are free")
-    api.control_plane.cluster.audit()
+async def test_a_cancelled_call_gives_its_blocks_back(model: CatalogModel, model_dir: Path) -> None:
+    async with running_api(model, model_dir) as api, api.ready_worker() as worker:
+        generation = api.client.generate([5, 6, 7], **LONG)
+        async for _ in generation:
+            break
+        # The request cannot end by itself any more.
+        worker.runner.gate.clear()
+        assert live(api) == 1
+        generation.cancel()
+        await until(lambda: live(api) == 0, what="the request is gone")
+        worker.runner.gate.set()
+        await until(api.is_idle, what="blocks are free")
+        assert api.num_generated() < 2000
+        api.control_plane.cluster.audit()
 
 
 async def test_a_call_cancelled_while_it_waits_for_a_replica_leaves_nothing(
@@ -126,6 +132,7 @@ async def test_a_client_that_does_not_read_loses_its_own_stream_only(
             other = await api.client.complete([1, 2, 3], max_tokens=50)
             assert other.usage.completion_tokens == 50
             await until(api.is_idle, what="blocks of the slow client are free")
+            assert api.num_generated() < 2000 + 50
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await read_all(call)
             assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
