@@ -13,8 +13,11 @@ import torch
 from data_plane.attention.base import AttentionInputs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from data_plane.attention.base import AttentionBackend
     from data_plane.models.llama import LlamaModel
+    from data_plane.resident_steps import ResidentSteps
 
 
 _SMALL_BUFFERS_BYTES = 16 << 20  # rows' state, staging, slots
@@ -79,3 +82,52 @@ def measure_activation_bytes(
     del logits
     torch.cuda.empty_cache()
     return num_bytes
+
+
+# Graphs captured on trial: those that grow the shared pool, and as many that only add nodes.
+_TRIAL_GRAPHS = 4
+
+
+@torch.inference_mode()
+def measure_resident_bytes(
+    new_steps: Callable[[], ResidentSteps], backend: AttentionBackend, num_layers: int
+) -> int:
+    """Bytes that steps of every size and their graphs will take on the current CUDA device.
+
+    The largest parts run, and the largest graphs are captured, over a cache of one block; the other
+    graphs share the pool of those and are counted by what some of them add.
+    """
+    spec = backend.spec
+    device = spec.device
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    steps = new_steps()
+    shape = backend.get_kv_cache_shape(1, spec.block_size, spec.num_kv_heads, spec.head_size)
+    kv_caches = [torch.zeros(shape, dtype=spec.dtype, device=device)] * num_layers
+    steps.run_largest(kv_caches)
+    others_bytes = 0
+    if steps.captures:
+        parts = steps.captured_parts()
+        largest = [part for part in steps.largest_parts() if part in parts]
+        for part in (*largest, *(part for part in parts[:1] if part not in largest)):
+            steps.capture(part, kv_caches)
+        before = _bytes_in_use(device)
+        rest = [part for part in parts if part not in largest][1:]
+        trial = rest[:: max(1, len(rest) // _TRIAL_GRAPHS)]
+        for part in trial:
+            steps.capture(part, kv_caches)
+        per_graph = (_bytes_in_use(device) - before) / max(1, len(trial))
+        others_bytes = round(per_graph * (len(rest) - len(trial)))
+    peak = _bytes_in_use(device)
+    steps.drop_graphs()
+    del steps, kv_caches
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    # What stays, such as loaded kernels, is in use by the time the cache is planned.
+    return peak - _bytes_in_use(device) + others_bytes + _SMALL_BUFFERS_BYTES
+
+
+def _bytes_in_use(device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free

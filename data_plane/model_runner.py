@@ -19,17 +19,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from data_plane import row_state as rs
 from data_plane.attention.base import AttentionSpec, select_backend
 from data_plane.block_table import BlockTable
-from data_plane.device_step import REASON_SHIFT, DeviceStep, ResultSlot, as_step_error
-from data_plane.input_batch import InputBatch, StepInputs
+from data_plane.device_step import DeviceStep, ResultSlot, as_step_error
+from data_plane.input_batch import InputBatch
 from data_plane.kv_cache import allocate_kv_caches, plan_kv_cache
-from data_plane.memory_profile import measure_activation_bytes
+from data_plane.memory_profile import measure_activation_bytes, measure_resident_bytes
+from data_plane.planned_steps import PlannedSteps
+from data_plane.resident_steps import ResidentSteps, plans_on_host
 from data_plane.row_state import RowState
-from data_plane.sampler import NO_TOKEN, SamplingBatch, sample
 from data_plane.staging import StagingRing
-from data_plane.stop_check import finish_reasons, mask_stop_ids
 
 if TYPE_CHECKING:
     from data_plane.models.loader import LoadedModel
@@ -49,7 +48,9 @@ class RunnerConfig:
         kv_cache_memory: Budget in bytes; None: measured.
         gpu_memory_utilization: Share of a GPU's memory that may be in use, in (0, 1].
         attention_backend: A name, or "auto".
-        decode_sizes: Numbers of rows to which decode steps are padded.
+        enforce_eager: Order every step kernel by kernel instead of replaying graphs.
+        resident: Whether the batch lives on the device; None: on a GPU, if the backend can.
+        decode_sizes: Numbers of rows to which decode steps planned on the host are padded.
         num_slots: Steps that may be under way: lookahead + 2.
         skip_inactive: None: on the CPU.
     """
@@ -62,6 +63,8 @@ class RunnerConfig:
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
     attention_backend: str = "auto"
+    enforce_eager: bool = False
+    resident: bool | None = None
     decode_sizes: tuple[int, ...] = ()
     num_slots: int = 4
     skip_inactive: bool | None = None
@@ -124,15 +127,12 @@ class ModelRunner:
             ),
             config.attention_backend,
         )
+        is_resident = config.resident
+        if is_resident is None:
+            is_resident = self._is_cuda and not plans_on_host(self.backend)
         activation_bytes = 0
         if config.num_blocks is None and config.kv_cache_memory is None and self._is_cuda:
-            activation_bytes = measure_activation_bytes(
-                model.model,
-                self.backend,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=max_model_len,
-            )
+            activation_bytes = self._measure_bytes(is_resident=is_resident)
         self.kv_cache = plan_kv_cache(
             block_size=config.block_size,
             num_layers=shape.num_layers,
@@ -147,28 +147,12 @@ class ModelRunner:
             activation_bytes=activation_bytes,
         )
         self._kv_caches = allocate_kv_caches(self.kv_cache, self.backend, device)
-        self.block_table = BlockTable(
-            max_num_seqs=config.max_num_seqs,
-            max_blocks_per_seq=-(-max_model_len // config.block_size),
-            num_blocks=self.kv_cache.num_blocks,
-            device=device,
-            num_slots=config.num_slots,
-        )
-        self.row_state = RowState(
-            max_num_seqs=config.max_num_seqs, device=device, num_slots=config.num_slots
-        )
-        skip_inactive = config.skip_inactive
-        self._input_batch = InputBatch(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            block_size=config.block_size,
-            device=device,
-            block_table=self.block_table,
-            row_state=self.row_state,
-            decode_sizes=config.decode_sizes,
-            skip_inactive=not self._is_cuda if skip_inactive is None else skip_inactive,
-            num_slots=config.num_slots,
-        )
+        self.row_state, self.block_table = self._new_state(self.kv_cache.num_blocks)
+        self._steps: PlannedSteps | ResidentSteps
+        if is_resident:
+            self._steps = self._new_resident_steps(self.row_state, self.block_table)
+        else:
+            self._steps = self._new_planned_steps()
         self._copy_staging = StagingRing(num_slots=config.num_slots, num_words=256, device=device)
         self._results: deque[ResultSlot] = deque()
         self._generations: Int64Array = np.zeros(self.kv_cache.num_blocks, np.int64)
@@ -196,9 +180,7 @@ class ModelRunner:
             if slot.started is not None:
                 slot.started.record()
             self._apply_deltas(work)
-            inputs, kept = self._input_batch.prepare(work)
-            if inputs is not None:
-                self._execute_into(slot, inputs, work)
+            kept = self._steps.execute(work, self._kv_caches, slot)
             if slot.ended is not None:
                 slot.ended.record()
         except RuntimeError as error:
@@ -227,25 +209,11 @@ class ModelRunner:
             StepError: the device cannot run a step.
         """
         try:
-            tokens = min(self._config.max_num_batched_tokens, 2 * self._config.block_size)
-            for num_reqs, tokens_per_req in ((1, tokens), (1, 1), (self._config.max_num_seqs, 1)):
-                for words in self._warm_up_words():
-                    inputs = self._input_batch.padding(
-                        num_reqs=num_reqs, tokens_per_req=tokens_per_req
-                    )
-                    inputs.state.words.copy_(words)
-                    self._execute(inputs, stop_width=1, has_min_tokens=True)
+            self._steps.warm_up(self._kv_caches)
             if self._is_cuda:
                 torch.cuda.synchronize(self.device)
         except RuntimeError as error:
             raise as_step_error(error) from error
-
-    def _warm_up_words(self) -> list[torch.Tensor]:
-        greedy = torch.zeros(rs.NUM_WORDS, dtype=torch.int32)
-        drawn = greedy.clone()
-        drawn[rs.TOP_K] = 2
-        drawn.view(torch.float32)[[rs.TEMPERATURE, rs.TOP_P]] = 0.9
-        return [greedy, drawn]
 
     def _apply_deltas(self, work: StepWork) -> None:
         table = self.block_table
@@ -276,83 +244,72 @@ class ModelRunner:
             first += count
         table.commit()
 
-    def _execute_into(self, slot: ResultSlot, inputs: StepInputs, work: StepWork) -> None:
-        rows = work.rows[work.samples]
-        sampled_index = (work.start_positions + work.num_new_tokens)[work.samples]
-        results = self._execute(
-            inputs,
-            stop_width=int(self.row_state.num_ids[rows].max(initial=0)),
-            has_min_tokens=bool((sampled_index < self.row_state.min_total[rows]).any()),
+    def _new_state(self, num_blocks: int) -> tuple[RowState, BlockTable]:
+        config = self._config
+        table = BlockTable(
+            max_num_seqs=config.max_num_seqs,
+            max_blocks_per_seq=-(-self.max_model_len // config.block_size),
+            num_blocks=num_blocks,
+            device=self.device,
+            num_slots=config.num_slots,
         )
-        slot.tensor[: results.shape[0]].copy_(results, non_blocking=True)
+        state = RowState(
+            max_num_seqs=config.max_num_seqs, device=self.device, num_slots=config.num_slots
+        )
+        return state, table
 
-    def _execute(
-        self, inputs: StepInputs, *, stop_width: int, has_min_tokens: bool
-    ) -> torch.Tensor:
-        """Run a step on the device. Reads and writes device memory only.
-
-        Args:
-            inputs: Of the step.
-            stop_width: Entries of stop_ids that any sampled row uses.
-            has_min_tokens: Whether any sampled row may be below its min_tokens.
-
-        Returns:
-            [num_samples, 2] int32: token id; tokens produced and, above 8 bits, finish reason.
-        """
-        logits = self._model.forward(
-            inputs.token_ids,
-            inputs.attention.positions,
-            self._kv_caches,
+    def _new_resident_steps(self, row_state: RowState, block_table: BlockTable) -> ResidentSteps:
+        config = self._config
+        return ResidentSteps(
+            self._model,
             self.backend,
-            self.backend.build_metadata(inputs.attention),
-            inputs.logits_rows,
+            block_table=block_table,
+            row_state=row_state,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            num_slots=config.num_slots,
+            captures=self._is_cuda and not config.enforce_eager,
         )
-        rows, state, is_live = inputs.rows, inputs.state, inputs.is_live
-        # The one place that says what keys a draw's position: the index that the drawn token will
-        # have in the whole sequence, prompt included. It is the same in any batch, chunking,
-        # worker and replay.
-        sampled_index = inputs.lengths
-        sample_reqs = inputs.sample_reqs
-        if sample_reqs is not None:
-            rows, state = rows.index_select(0, sample_reqs), state.select(sample_reqs)
-            is_live = is_live.index_select(0, sample_reqs)
-            sampled_index = sampled_index.index_select(0, sample_reqs)
-        stop_ids = self.row_state.stop_ids[:, :stop_width].index_select(0, rows)
-        if has_min_tokens:
-            mask_stop_ids(logits, stop_ids, sampled_index, state.column(rs.MIN_TOTAL))
-        token_ids = sample(
-            logits,
-            SamplingBatch(
-                temperature=state.float_column(rs.TEMPERATURE),
-                top_k=state.column(rs.TOP_K),
-                top_p=state.float_column(rs.TOP_P),
-                min_p=state.float_column(rs.MIN_P),
-                seed=state.seeds,
-                sequence_index=state.column(rs.SEQUENCE_INDEX),
-                position=sampled_index,
-            ),
-        ).int()
-        reasons = finish_reasons(
-            token_ids, stop_ids, sampled_index, state.column(rs.MAX_TOTAL)
-        ).masked_fill_(~is_live, 0)
-        self._write_back(inputs, token_ids, is_going_on=reasons == 0)
-        produced = is_live & (token_ids != NO_TOKEN)
-        return torch.stack((token_ids, (reasons << REASON_SHIFT) + produced), dim=1)
 
-    def _write_back(
-        self, inputs: StepInputs, token_ids: torch.Tensor, *, is_going_on: torch.Tensor
-    ) -> None:
-        old = inputs.state.words[:, : rs.NUM_STEP_WORDS]
-        if inputs.sample_reqs is None:
-            new = torch.stack((token_ids, inputs.lengths, is_going_on), dim=1)
-        else:
-            sample_reqs = inputs.sample_reqs.long()
-            new = old.clone()
-            new[:, rs.LENGTH] = inputs.lengths
-            new[:, rs.LAST_TOKEN].index_copy_(0, sample_reqs, token_ids)
-            new[:, rs.ACTIVE].index_copy_(0, sample_reqs, is_going_on.int())
-        step_words = torch.where(inputs.is_live.unsqueeze(1), new, old)
-        self.row_state.write_back(inputs.rows, step_words)
+    def _new_planned_steps(self) -> PlannedSteps:
+        config = self._config
+        skip_inactive = config.skip_inactive
+        input_batch = InputBatch(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            block_size=config.block_size,
+            device=self.device,
+            block_table=self.block_table,
+            row_state=self.row_state,
+            decode_sizes=config.decode_sizes,
+            skip_inactive=not self._is_cuda if skip_inactive is None else skip_inactive,
+            num_slots=config.num_slots,
+        )
+        return PlannedSteps(
+            self._model,
+            self.backend,
+            row_state=self.row_state,
+            input_batch=input_batch,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+
+    def _measure_bytes(self, *, is_resident: bool) -> int:
+        config = self._config
+        if is_resident:
+            return measure_resident_bytes(
+                lambda: self._new_resident_steps(*self._new_state(num_blocks=1)),
+                self.backend,
+                self._model.config.num_layers,
+            )
+        return measure_activation_bytes(
+            self._model,
+            self.backend,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+        )
 
     def _new_result_slot(self) -> ResultSlot:
         # As many as steps are under way at once; the window of the control stream bounds them.

@@ -17,7 +17,7 @@ from data_plane.staging import StagingRing
 from data_plane.step_work import StepError
 
 if TYPE_CHECKING:
-    from data_plane.step_work import Forks, Int32Array, NewRow
+    from data_plane.step_work import BoolArray, Forks, Int32Array, NewRow
 
 # A request may name 256 stop tokens; the others are EOS tokens of the model.
 MAX_STOP_IDS = 272
@@ -76,6 +76,7 @@ class RowState:
             that end the row, and, as -2 - id, EOS ids that ignore_eos disarmed.
         min_total: [max_num_seqs] int32 on the host, as the column.
         num_ids: [max_num_seqs] int32 on the host, used entries of stop_ids.
+        has_filter: [max_num_seqs] bool on the host: the row draws with top_k, top_p or min_p.
     """
 
     def __init__(self, *, max_num_seqs: int, device: torch.device, num_slots: int = 4) -> None:
@@ -86,6 +87,7 @@ class RowState:
         )
         self.min_total: Int32Array = np.zeros(max_num_seqs, np.int32)
         self.num_ids: Int32Array = np.zeros(max_num_seqs, np.int32)
+        self.has_filter: BoolArray = np.zeros(max_num_seqs, np.bool_)
         self._staging = StagingRing(
             num_slots=num_slots, num_words=4 * (NUM_WORDS + MAX_STOP_IDS), device=device
         )
@@ -106,6 +108,10 @@ class RowState:
         for i, new_row in enumerate(new_rows):
             _fill_words(words[i], stop_ids[i], new_row)
             self.num_ids[new_row.row] = np.count_nonzero(stop_ids[i] != -1)
+            sampling = new_row.sampling
+            self.has_filter[new_row.row] = sampling.temperature > 0 and bool(
+                sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+            )
         self.min_total[rows] = words[:, MIN_TOTAL]
         index, device_words, device_ids = self._staging.upload(rows, words, stop_ids)
         index = index.long()
@@ -116,7 +122,7 @@ class RowState:
         """Start children as copies of their parents, with their own key of draws."""
         if not forks.child_rows.size:
             return
-        for host_column in (self.min_total, self.num_ids):
+        for host_column in (self.min_total, self.num_ids, self.has_filter):
             host_column[forks.child_rows] = host_column[forks.parent_rows]
         parents, children, indices, tokens = self._staging.upload(
             forks.parent_rows, forks.child_rows, forks.sequence_indices, forks.token_ids

@@ -55,6 +55,21 @@ class StagingRing:
             else self._slots[0].tensor
         )
 
+    @property
+    def device_buffer(self) -> torch.Tensor:
+        """[num_words] int32, where every upload begins; its address stays unless it has to grow."""
+        return self._device_buffer
+
+    def views(self, *sizes: int) -> list[torch.Tensor]:
+        """Give the tensors that `upload` of arrays of these sizes gives, without copying."""
+        step = _ALIGNMENT // _WORD
+        views: list[torch.Tensor] = []
+        start = 0
+        for size in sizes:
+            views.append(self._device_buffer[start : start + size])
+            start += -(-size // step) * step
+        return views
+
     def upload(self, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
         """Give each array as an int32 tensor on the device, flattened.
 

@@ -139,6 +139,24 @@ class LlamaModel:
         Returns:
             [n, vocab_size] float32.
         """
+        hidden = self.forward_hidden(token_ids, positions, kv_caches, backend, metadata)
+        # Only the rows that are sampled pay for the largest matrix.
+        return self.compute_logits(hidden[logits_rows])
+
+    @torch.inference_mode()
+    def forward_hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        backend: AttentionBackend,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Runs all layers; arguments as of `forward`.
+
+        Returns:
+            [num_tokens, hidden_size], what `compute_logits` takes.
+        """
         config = self.config
         eps = config.rms_norm_eps
         num_tokens = token_ids.shape[0]
@@ -165,8 +183,12 @@ class LlamaModel:
             gate_up = layer.gate_up(_rms_norm(hidden, layer.mlp_norm, eps))
             gate, up = gate_up.split(config.intermediate_size, dim=-1)
             hidden = hidden + layer.down(functional.silu(gate) * up)
-        # Only the rows that are sampled pay for the largest matrix.
-        return self.lm_head(_rms_norm(hidden[logits_rows], self.norm, eps)).float()
+        return hidden
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Gives [n, vocab_size] float32 of hidden states [n, hidden_size]."""
+        return self.lm_head(_rms_norm(hidden, self.norm, self.config.rms_norm_eps)).float()
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

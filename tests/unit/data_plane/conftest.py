@@ -73,7 +73,10 @@ def reference(tiny_dir: Path) -> Reference:
 MODES = {
     "cpu-skipping": ("cpu", {}),
     "cpu-masking-padded": ("cpu", {"skip_inactive": False, "decode_sizes": (2, 4, 8)}),
-    "cuda": ("cuda", {"decode_sizes": (2, 4, 8)}),
+    "cpu-resident": ("cpu", {"resident": True}),
+    "cuda-planned": ("cuda", {"attention_backend": "torch", "decode_sizes": (2, 4, 8)}),
+    "cuda": ("cuda", {}),
+    "cuda-eager": ("cuda", {"enforce_eager": True}),
 }
 
 
@@ -81,7 +84,10 @@ MODES = {
     params=[
         "cpu-skipping",
         "cpu-masking-padded",
+        "cpu-resident",
+        pytest.param("cuda-planned", marks=pytest.mark.gpu),
         pytest.param("cuda", marks=pytest.mark.gpu),
+        pytest.param("cuda-eager", marks=pytest.mark.gpu),
     ]
 )
 def mode(request: pytest.FixtureRequest) -> str:
