@@ -123,10 +123,8 @@ def measure_admission(rows: int) -> float:
     return (time.perf_counter() - started) * 1e3 / rows
 
 
-def measure(rows: int, steps: int) -> Measurement:
-    gc.collect()
-    # Too short to have a median of its own on a machine that others use.
-    admission_ms = statistics.median(measure_admission(rows) for _ in range(7))
+def decoding(rows: int) -> Bench:
+    """A bench whose rows all decode, with one step in flight."""
     bench = Bench(rows)
     for request in new_requests(rows, stagger=True):
         bench.scheduler.add(request)
@@ -134,6 +132,14 @@ def measure(rows: int, steps: int) -> Measurement:
         bench.order()
         bench.answer()
     bench.order()
+    return bench
+
+
+def measure(rows: int, steps: int) -> Measurement:
+    gc.collect()
+    # Too short to have a median of its own on a machine that others use.
+    admission_ms = statistics.median(measure_admission(rows) for _ in range(7))
+    bench = decoding(rows)
     bench.schedule_ms.clear()
     bench.update_ms.clear()
     for _ in range(steps):
@@ -150,11 +156,11 @@ def measure(rows: int, steps: int) -> Measurement:
     )
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000, help="measured steps per row count")
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     cpu = next(
         (
             line.split(":")[1].strip()
