@@ -80,7 +80,7 @@ class Cluster:
         self._started_at_s = time.time()
         self._num_replays = 0
 
-    # ---- life ----------------------------------------------------------------------------------
+    # Life.
 
     async def start(self) -> None:
         """Begin to take requests; workers attach through `fleet`."""
@@ -128,7 +128,7 @@ class Cluster:
         """
         await self._superseded.wait()
 
-    # ---- requests ------------------------------------------------------------------------------
+    # Requests.
 
     def submit(
         self, request: Request, deadline: float | None = None, *, model: str | None = None
@@ -193,7 +193,7 @@ class Cluster:
         if live.request.is_finished:
             self._forget(live)
 
-    # ---- what the fleet reports ----------------------------------------------------------------
+    # What the fleet reports.
 
     def advance(self, update: StepUpdate) -> None:
         """New tokens and ends of a confirmed step."""
@@ -239,7 +239,7 @@ class Cluster:
         self.fleet.close()
         self._superseded.set()
 
-    # ---- stats ---------------------------------------------------------------------------------
+    # Stats.
 
     def num_ready(self, model: str) -> int:
         """Replicas of the model that take work now."""
@@ -268,7 +268,7 @@ class Cluster:
             num_replays=self._num_replays,
         )
 
-    # ---- placing -------------------------------------------------------------------------------
+    # Placing.
 
     def _place(self, live: Live) -> None:
         """Hand the request to a replica, or let it wait for one."""
@@ -303,7 +303,7 @@ class Cluster:
         for live in list(self._live.values()):
             self._end(live, shutting_down())
 
-    # ---- checks --------------------------------------------------------------------------------
+    # Checks.
 
     def _model(self, name: str | None) -> ServedModel:
         if name is None and len(self.models) == 1:

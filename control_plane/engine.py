@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from control_plane.engine_config import EngineConfig
     from control_plane.errors import ServingError
     from control_plane.prefix_store import PrefixScope, PrefixStore
-    from control_plane.replica import ReplicaScheduler, ReplicaShape, WorkerFacts
+    from control_plane.replica import ReplicaShape, WorkerFacts
     from control_plane.request import BlockHash, BlockId, FinishReason, Request, Version
     from control_plane.request import Sequence as RequestSequence
     from control_plane.scheduled_step import StepUpdate
+    from control_plane.scheduler import Scheduler
     from control_plane.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class Engine:
         model: ServedModel,
         shape: ReplicaShape,
         config: EngineConfig,
-        scheduler: ReplicaScheduler,
+        scheduler: Scheduler,
         store: PrefixStore,
         scope: PrefixScope,
         owner: EngineOwner,
@@ -102,7 +103,7 @@ class Engine:
         self._drain_ends_at = float("inf")
         self._last_sent_s = 0.0
 
-    # ---- the stream ----------------------------------------------------------------------------
+    # The stream.
 
     def attach(self, facts: WorkerFacts, stream: WorkerStream, *, term: int) -> asyncio.Task[None]:
         """Begin on a worker's stream: Welcome, Reset, then steps.
@@ -205,7 +206,7 @@ class Engine:
         self._timer = None
         self._wake.set()
 
-    # ---- requests ------------------------------------------------------------------------------
+    # Requests.
 
     @property
     def is_ready(self) -> bool:
@@ -245,7 +246,7 @@ class Engine:
         self.core.finish(sequence, num_output_tokens=num_output_tokens, reason=reason)
         self._wake.set()
 
-    # ---- output of the core --------------------------------------------------------------------
+    # Output of the core.
 
     def send(self, message: worker_pb2.ControlMessage) -> None:
         """Pass a message of the core on to the worker."""
@@ -265,7 +266,7 @@ class Engine:
         """Pass confirmed index entries of the core on."""
         self._store.record(self._scope, changes)
 
-    # ---- stats ---------------------------------------------------------------------------------
+    # Stats.
 
     def snapshot(self) -> ReplicaSnapshot:
         """The replica as GetStats shows it."""

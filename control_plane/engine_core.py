@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from control_plane.engine_config import EngineConfig
-    from control_plane.replica import ReplicaScheduler
     from control_plane.request import BlockHash, BlockId, FinishReason, Request
     from control_plane.request import Sequence as RequestSequence
     from control_plane.scheduled_step import ScheduledStep, StepUpdate
+    from control_plane.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +72,7 @@ class EngineCore:
     → `attach` again, or nothing. Between `detach` and `attach` it holds no request.
     """
 
-    def __init__(
-        self, config: EngineConfig, scheduler: ReplicaScheduler, output: EngineOutput
-    ) -> None:
+    def __init__(self, config: EngineConfig, scheduler: Scheduler, output: EngineOutput) -> None:
         """Take over a scheduler that holds no request."""
         self.config = config
         self.scheduler = scheduler
@@ -95,7 +93,7 @@ class EngineCore:
         self._unstarted: dict[str, int] = {}
         self.unstarted_tokens = 0
 
-    # ---- the stream ----------------------------------------------------------------------------
+    # The stream.
 
     def attach(self, applied_version: int, now: float) -> None:
         """Begin on a new stream: the Reset behind its Welcome.
@@ -201,7 +199,7 @@ class EngineCore:
             return lease
         return min(lease, self._step_since + self.config.step_timeout_s)
 
-    # ---- requests ------------------------------------------------------------------------------
+    # Requests.
 
     def add(self, request: Request) -> None:
         """Take a request, new or to be replayed."""
@@ -254,7 +252,7 @@ class EngineCore:
         """Nothing to compute and nothing awaited."""
         return not (self._in_flight or self.scheduler.has_work)
 
-    # ---- messages of the worker ----------------------------------------------------------------
+    # Messages of the worker.
 
     def _on_step_result(self, message: worker_pb2.StepResult, now: float) -> None:
         columns = decode_step_result(message, vocab_size=self.config.vocab_size)
@@ -335,7 +333,7 @@ class EngineCore:
         self.scheduler.reset()
         self._send_reset()
 
-    # ---- messages to the worker ----------------------------------------------------------------
+    # Messages to the worker.
 
     def _send_reset(self) -> None:
         self.sent_version += 1
@@ -359,8 +357,6 @@ class EngineCore:
         self.counters.replayed_tokens += _count_replayed(step)
         self._output.send(message)
 
-    # ---- losses --------------------------------------------------------------------------------
-
     def _audit_idle(self, now: float) -> None:
         """Check that nothing leaked: by count every time, block by block once in a while.
 
@@ -376,6 +372,8 @@ class EngineCore:
         if now - self._last_audit >= self.config.audit_interval_s:
             self._last_audit = now
             scheduler.audit()
+
+    # Losses.
 
     def _mark_lost(self, requests: Iterable[Request]) -> None:
         """Count a loss for each; fail those at their last one."""

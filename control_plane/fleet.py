@@ -117,7 +117,7 @@ class Fleet:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    # ---- attaching -----------------------------------------------------------------------------
+    # Attaching.
 
     async def attach(self, facts: WorkerFacts, stream: WorkerStream) -> Engine:
         """Make a checked worker part of the fleet; from here on its engine sends.
@@ -241,7 +241,7 @@ class Fleet:
         self._engines[facts.replica_id] = engine
         return engine
 
-    # ---- leaving -------------------------------------------------------------------------------
+    # Leaving.
 
     def receive(
         self, engine: Engine, stream: WorkerStream, message: worker_pb2.WorkerMessage
@@ -300,7 +300,7 @@ class Fleet:
             if engine.facts is None and engine.lost_at < horizon:
                 del self._engines[engine.replica_id]
 
-    # ---- what engines report -------------------------------------------------------------------
+    # What engines report.
 
     def advance(self, update: StepUpdate) -> None:
         """Pass tokens on."""

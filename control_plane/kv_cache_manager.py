@@ -87,10 +87,11 @@ class KVCacheManager:
         """Blocks that hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def fits(self, num_total_tokens: int) -> bool:
-        """Whether a sequence of so many tokens, prompt and output, can ever run here alone."""
+    def fits(self, num_total_tokens: int, num_sequences: int = 1) -> bool:
+        """Whether the pool can ever hold so many sequences of this length, prompt and output."""
         # The last token is sampled, never fed: it needs no slot.
-        return self.blocks_for(max(num_total_tokens - 1, 1)) <= self.pool.num_usable_blocks
+        num_blocks = self.blocks_for(max(num_total_tokens - 1, 1))
+        return num_blocks * num_sequences <= self.pool.num_usable_blocks
 
     def find_hits(self, sequence: Sequence, version: int) -> tuple[list[int], bool]:
         """Cached blocks that plan `version` may share for the sequence's known tokens.

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from control_plane.block_hash import BlockHasher
 from control_plane.errors import Code, ProtocolError
 from control_plane.kv_cache_manager import KVCacheConfig, KVCacheManager
-from control_plane.scheduler import Scheduler, SchedulerConfig
+from control_plane.scheduler import Scheduler
+from control_plane.scheduler_config import SchedulerConfig
 from protos.model_fingerprint import served_fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from control_plane.cluster_config import ClusterConfig
-    from control_plane.request import Request
     from control_plane.served_model import ServedModel
     from protos.pagewire.v1 import worker_pb2
 
@@ -223,17 +223,7 @@ def geometry_mismatch(field: str, actual: object, expected: object, *, model: st
     )
 
 
-class ReplicaScheduler(Scheduler):
-    """A scheduler whose worker may be about to leave."""
-
-    def withdraw_waiting(self) -> list[Request]:
-        """Hand back the requests that wait for a row, oldest first; the others go on."""
-        return self._waiting.drain()
-
-
-def build_scheduler(
-    shape: ReplicaShape, model: ServedModel, config: ClusterConfig
-) -> ReplicaScheduler:
+def build_scheduler(shape: ReplicaShape, model: ServedModel, config: ClusterConfig) -> Scheduler:
     """An empty scheduler and pool for a replica, within the limits of both sides."""
     max_num_seqs = min(shape.max_num_seqs, config.max_num_seqs or shape.max_num_seqs)
     # Every decoding row has to fit into a step.
@@ -260,7 +250,7 @@ def build_scheduler(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
     )
-    return ReplicaScheduler(
+    return Scheduler(
         SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

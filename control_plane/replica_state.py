@@ -93,11 +93,11 @@ class ReplicaState:
 
     def fits(self, num_total_tokens: int, num_sequences: int = 1) -> bool:
         """Whether a request of so many tokens per sequence, prompt and output, can ever run."""
-        kv = self.kv_cache_manager
-        if num_total_tokens > self.config.max_model_len or num_sequences > self.config.max_num_seqs:
-            return False
-        blocks = kv.blocks_for(max(num_total_tokens - 1, 1))
-        return blocks * num_sequences <= kv.pool.num_usable_blocks
+        return (
+            num_total_tokens <= self.config.max_model_len
+            and num_sequences <= self.config.max_num_seqs
+            and self.kv_cache_manager.fits(num_total_tokens, num_sequences)
+        )
 
     def count_cached_tokens(self, request: Request) -> int:
         """Tokens of the request's first live sequence that a plan sent now would hit."""

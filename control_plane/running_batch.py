@@ -7,7 +7,7 @@ Does not know: blocks, policy, results.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -147,7 +147,6 @@ class RunningBatch:
         for sequence in list(self._rows):
             self.release(sequence)
         self._vacated.clear()
-        heapify(self._free_rows)
 
     def decoding(self) -> tuple[NDArray[np.int32], list[Sequence]]:
         """Rows that decode, ascending, and their sequences. Shared until the next change."""
