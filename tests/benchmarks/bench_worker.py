@@ -28,8 +28,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "benchmarks")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gpu_workloads as w
 import torch
@@ -41,6 +40,7 @@ from data_plane.models.loader import load_model
 from data_plane.row_table import RowTable
 from protos.pagewire.v1 import worker_pb2
 
+ROOT = Path(__file__).resolve().parents[2]
 MEASURES = ("decode", "ttft", "throughput", "breakdown")
 LOOKAHEAD = 2
 
