@@ -2,7 +2,10 @@
  * Streams an answer, then starts a long one, cancels it after a few tokens and shows that its blocks
  * are free again. Ends with status 1 if any of it fails.
  *
- *   node example.js [--server HOST:PORT] [PROMPT]      (or PAGEWIRE_SERVER; default 127.0.0.1:50051)
+ *   node example.js [--server HOST:PORT] [--wait-s SECONDS] [PROMPT]
+ *
+ * The server's address is also read from PAGEWIRE_SERVER; 127.0.0.1:50051 if neither is given. It is
+ * waited for, since it may just be starting.
  */
 
 import { setTimeout as sleep } from 'node:timers/promises';
@@ -16,6 +19,7 @@ const FREE_AGAIN_LIMIT_MS = 10_000;
 const { values, positionals } = parseArgs({
   options: {
     server: { type: 'string', default: process.env.PAGEWIRE_SERVER || '127.0.0.1:50051' },
+    'wait-s': { type: 'string', default: '30' },
   },
   allowPositionals: true,
 });
@@ -85,6 +89,7 @@ async function cancelALongOne(model) {
 }
 
 try {
+  await client.waitForReady({ timeoutMs: Number(values['wait-s']) * 1000 });
   const { models } = await client.listModels({ timeoutMs: 10_000 });
   if (models.length === 0) throw new Error(`${values.server} serves no model`);
   console.log(`${values.server} serves ${models.map((model) => model.name).join(', ')}`);
@@ -95,7 +100,7 @@ try {
   if (error instanceof PagewireError) {
     console.error(`${error.code} ${error.reason}: ${error.message}`, error.metadata);
   } else {
-    console.error(error);
+    console.error(error.message);
   }
   process.exitCode = 1;
 } finally {

@@ -98,8 +98,24 @@ export class PagewireClient {
    * @param {grpc.ChannelOptions} [options.channel]
    */
   constructor(server, { credentials = grpc.credentials.createInsecure(), channel = {} } = {}) {
+    this.server = server;
     /** The generated stub, for calls that have no method here. */
     this.stub = new InferenceService(server, credentials, channel);
+  }
+
+  /**
+   * Waits for the connection, for a server that may just be starting. Calls don't need it.
+   *
+   * @param {{timeoutMs?: number}} [options]
+   * @returns {Promise<void>}
+   */
+  waitForReady({ timeoutMs = 30_000 } = {}) {
+    return new Promise((resolve, reject) => {
+      this.stub.waitForReady(Date.now() + timeoutMs, (error) => {
+        if (error) reject(new Error(`${this.server} does not answer`, { cause: error }));
+        else resolve();
+      });
+    });
   }
 
   /**

@@ -22,8 +22,9 @@ BUILT = ["model", "control-plane", "data-plane", "data-plane-gpu"]
 # What docker-compose 1.29 and docker compose v2 both know.
 TOP_LEVEL_KEYS = {"services", "networks", "volumes"}
 SERVICE_KEYS = {
-    "build", "cap_drop", "command", "depends_on", "deploy", "healthcheck", "image", "network_mode",
-    "networks", "ports", "profiles", "restart", "security_opt", "stop_grace_period", "volumes",
+    "build", "cap_drop", "command", "depends_on", "deploy", "healthcheck", "image", "init",
+    "network_mode", "networks", "ports", "profiles", "restart", "security_opt",
+    "stop_grace_period", "volumes",
 }  # fmt: skip
 BUILD_KEYS = {"args", "context", "dockerfile", "network", "target"}
 
@@ -95,6 +96,11 @@ def test_planes_start_after_the_model_is_there(services: dict[str, Any]) -> None
 
 def test_workers_do_not_depend_on_a_healthy_control_plane(services: dict[str, Any]) -> None:
     assert services["data-plane"]["depends_on"]["control-plane"]["condition"] == "service_started"
+
+
+def test_planes_run_under_an_init_process(services: dict[str, Any]) -> None:
+    """Process 1 of a container does not see a SIGTERM that it has no handler for yet."""
+    assert all(services[name]["init"] for name in LONG_RUNNING if name != "redis")
 
 
 def test_redis_keeps_its_data(services: dict[str, Any]) -> None:
