@@ -34,7 +34,8 @@ class ResultSlot:
         self.tensor = torch.empty((num_rows, 2), dtype=torch.int32, pin_memory=is_cuda)
         self.array: Int32Array = self.tensor.numpy()
         self.started = torch.cuda.Event(enable_timing=True) if is_cuda else None
-        self.ended = torch.cuda.Event(enable_timing=True) if is_cuda else None
+        # The result thread sleeps on it: a core that spins there is missing elsewhere.
+        self.ended = torch.cuda.Event(enable_timing=True, blocking=True) if is_cuda else None
 
 
 class DeviceStep:
