@@ -15,10 +15,14 @@ from typing import TYPE_CHECKING
 
 from control_plane.config import parse_args
 from control_plane.errors import InvariantError
+from protos.model_location import HubModel, fetch_model
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from control_plane.config import ControlPlaneConfig
     from control_plane.model_catalog import ModelCatalog
+    from protos.model_location import ModelLocation
 
 logger = logging.getLogger("control_plane")
 
@@ -27,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run until a signal; returns the exit code."""
     config = parse_args(argv)
     _set_up_logging(config.log_level)
-    _keep_torch_out()
+    _set_up_libraries(asks_hub=any(isinstance(m.location, HubModel) for m in config.models))
     # Not before: the tokenizer library takes a second to import, --help should not.
     import uvloop
 
@@ -35,7 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     from control_plane.server import PortTakenError
 
     try:
-        catalog = ModelCatalog([load_model(m.path, m.name) for m in config.models])
+        models = [(source.name, _fetch(source.location)) for source in config.models]
+        catalog = ModelCatalog([load_model(path, name) for name, path in models])
         return uvloop.run(_run(config, catalog))
     except (PortTakenError, ValueError) as error:
         print(f"pagewire-control: error: {error}", file=sys.stderr)
@@ -43,6 +48,12 @@ def main(argv: list[str] | None = None) -> int:
     except InvariantError as error:
         logger.critical("broken invariant: message=%s", error)
         return 1
+
+
+def _fetch(location: ModelLocation) -> Path:
+    if isinstance(location, HubModel):
+        logger.info("asking the hub: model=%s", location.repo_id)
+    return fetch_model(location)
 
 
 async def _run(config: ControlPlaneConfig, catalog: ModelCatalog) -> int:
@@ -71,11 +82,12 @@ def _set_up_logging(level: str) -> None:
     )
 
 
-def _keep_torch_out() -> None:
-    """Make transformers find no torch: this process needs none, and importing it costs seconds."""
+def _set_up_libraries(*, asks_hub: bool) -> None:
+    # Makes transformers find no torch: this process needs none, and importing it costs seconds.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if not asks_hub:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 if __name__ == "__main__":

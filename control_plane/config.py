@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from control_plane.cluster_config import ClusterConfig
 from control_plane.service_limits import ServiceLimits
-
-_MODELS_DIR = Path(".pagewire/models")
+from protos.model_location import HubModel, ModelLocation, locate_model
 
 _DESCRIPTION = """\
 Serve large language models: the control plane.
 
 It runs on a CPU machine, takes requests on the public port, and decides what the workers do that
-attach to the worker port. It needs the model directory for its tokenizer and configuration only;
-the weights are read by the workers.
+attach to the worker port. Of a model it uses tokenizer and configuration; of the weights it only
+reads what tells one model from another.
 """
 
 _EPILOG = """\
@@ -41,9 +39,9 @@ SIGTERM finishes running requests within --grace-s and exits with 0.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Where a served model lies and what clients call it."""
+    """Where a served model is found and what clients call it."""
 
-    path: Path
+    location: ModelLocation
     name: str
 
 
@@ -79,7 +77,7 @@ class ControlPlaneConfig:
 
     def __post_init__(self) -> None:
         if not self.models:
-            raise ValueError("no model to serve; give at least one --model DIR")
+            raise ValueError("no model to serve; give at least one --model")
         for name in ("port", "worker_port", "metrics_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 flag = "--" + name.replace("_", "-")
@@ -128,18 +126,17 @@ def _model_sources(models: list[str], names: list[str]) -> tuple[ModelSource, ..
             f"{len(models)} --model and {len(names)} --served-model-name were given; give one name "
             "per model, in the same order, or none"
         )
-    sources: list[ModelSource] = []
-    for i, model in enumerate(models):
-        path = Path(model)
-        if not path.is_dir() and (_MODELS_DIR / model).is_dir():
-            path = _MODELS_DIR / model
-        if not path.is_dir():
-            raise ValueError(
-                f"--model {model} is not a directory; give one with config.json, tokenizer.json, "
-                f"tokenizer_config.json and weights, or a name below {_MODELS_DIR}"
-            )
-        sources.append(ModelSource(path=path, name=names[i] if names else path.resolve().name))
-    return tuple(sources)
+    locations = [locate_model(model) for model in models]
+    return tuple(
+        ModelSource(location=location, name=name)
+        for location, name in zip(
+            locations, names or [_default_name(location) for location in locations], strict=True
+        )
+    )
+
+
+def _default_name(location: ModelLocation) -> str:
+    return location.repo_id if isinstance(location, HubModel) else location.resolve().name
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -156,15 +153,17 @@ def _build_parser() -> argparse.ArgumentParser:
         "--model",
         action="append",
         required=True,
-        metavar="DIR",
-        help="model directory, or a name below .pagewire/models; repeat it for several models",
+        metavar="MODEL",
+        help="model directory, a name below .pagewire/models, FILE.gguf with config and tokenizer "
+        "beside it, or a hub id (the only one that asks the network); repeat it for several models",
     )
     models.add_argument(
         "--served-model-name",
         action="append",
         default=[],
         metavar="NAME",
-        help="what clients call the model (default: the directory's name); one per --model",
+        help="what clients call the model (default: the directory's name, or the hub id); one per "
+        "--model",
     )
 
     network = parser.add_argument_group("network")

@@ -8,14 +8,13 @@ Owns: name -> model. Does not know: replicas, requests.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from control_plane.errors import InvalidRequestError, UnknownModelError
 from control_plane.served_model import ServedModel
 from control_plane.tokenizer import Tokenizer
-from protos.model_fingerprint import base_fingerprint
+from protos.model_fingerprint import base_fingerprint, read_json_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -50,7 +49,7 @@ class ModelCatalog:
                 )
             self.models[model.served.name] = model
         if not self.models:
-            raise ValueError("no model to serve; give at least one --model DIR")
+            raise ValueError("no model to serve; give at least one --model")
 
     def find(self, name: str) -> CatalogModel:
         """The model a client means; the empty name means the only one.
@@ -88,7 +87,7 @@ def load_model(path: Path, name: str) -> CatalogModel:
         ValueError: It is not a complete model directory; the message says what is missing.
     """
     try:
-        config = _read_object(path / "config.json")
+        config = read_json_object(path / "config.json")
         fingerprint = base_fingerprint(path)
     except FileNotFoundError as error:
         raise ValueError(
@@ -112,13 +111,6 @@ def load_model(path: Path, name: str) -> CatalogModel:
     return CatalogModel(served, tokenizer)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    value = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object")
-    return value
-
-
 def _positive_int(path: Path, config: dict[str, Any], key: str) -> int:
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -129,7 +121,7 @@ def _positive_int(path: Path, config: dict[str, Any], key: str) -> int:
 def _eos_token_ids(path: Path, config: dict[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
     """As generation_config.json says, else config.json, else the tokenizer."""
     generation = path / "generation_config.json"
-    sources = [_read_object(generation)] if generation.is_file() else []
+    sources = [read_json_object(generation)] if generation.is_file() else []
     for source in (*sources, config, {"eos_token_id": tokenizer.eos_token_id}):
         value = source.get("eos_token_id")
         if value is not None:

@@ -11,9 +11,9 @@ import os
 import re
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
-_MODELS_DIR = Path(".pagewire/models")
+from protos.model_location import ModelLocation, locate_model
+
 _ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?)", re.IGNORECASE)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -25,7 +25,7 @@ Serve large language models: a data-plane worker.
 
 It loads one model, allocates its KV cache, dials the control plane and executes what that orders.
 Start as many as you like, on any machine that reaches the control plane's worker port; each is
-found by itself. The model directory must be a copy of the control plane's.
+found by itself. Its model must be a copy of the control plane's, file by file.
 """
 
 _EPILOG = """\
@@ -51,7 +51,7 @@ class WorkerConfig:
     """Everything the process is told. Built once. None: derived from the device or the model.
 
     Attributes:
-        model: Directory with config.json, tokenizer.json and weights.
+        model: Directory with config.json, tokenizer.json and weights, or a hub repository.
         control_plane: host:port of the worker port.
         worker_id: Names the process; two with one id replace each other.
         replica_id: Ranks of one replica share it.
@@ -70,7 +70,7 @@ class WorkerConfig:
         log_level: Of the standard library's names, lower case.
     """
 
-    model: Path
+    model: ModelLocation
     control_plane: str = "127.0.0.1:50052"
     worker_id: str
     replica_id: str
@@ -139,7 +139,7 @@ def parse_args(argv: list[str] | None = None) -> WorkerConfig:
     try:
         worker_id = args.worker_id or default_worker_id()
         return WorkerConfig(
-            model=_model_dir(args.model),
+            model=locate_model(args.model),
             control_plane=args.control_plane,
             worker_id=worker_id,
             replica_id=args.replica_id or worker_id,
@@ -191,23 +191,6 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _model_dir(model: str) -> Path:
-    path = Path(model)
-    if path.suffix == ".gguf" and path.is_file():
-        raise ValueError(
-            f"--model {model} is a GGUF file; both planes read directories. Convert it once: "
-            f"python -m data_plane.models.convert_gguf --help"
-        )
-    if not path.is_dir() and (_MODELS_DIR / model).is_dir():
-        path = _MODELS_DIR / model
-    if not path.is_dir():
-        raise ValueError(
-            f"--model {model} is not a directory; give one with config.json, tokenizer.json and "
-            f"weights, or a name below {_MODELS_DIR}"
-        )
-    return path
-
-
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pagewire-worker",
@@ -218,8 +201,9 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model",
         required=True,
-        metavar="DIR",
-        help="model directory, or a name below .pagewire/models",
+        metavar="MODEL",
+        help="model directory, a name below .pagewire/models, FILE.gguf with config and tokenizer "
+        "beside it, or a hub id (the only one that asks the network)",
     )
     network = parser.add_argument_group("network")
     network.add_argument(
@@ -326,6 +310,6 @@ def _build_parser() -> argparse.ArgumentParser:
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",
-        help="(default: %(default)s)",
+        help="least severe lines on stderr (default: %(default)s)",
     )
     return parser

@@ -18,6 +18,7 @@ from data_plane.model_runner import ModelRunner, RunnerConfig
 from data_plane.models.loader import load_model
 from data_plane.stream_protocol import StreamProtocol, WorkerIdentity
 from protos.model_fingerprint import base_fingerprint, served_fingerprint
+from protos.model_location import HubModel, fetch_model
 
 if TYPE_CHECKING:
     import torch
@@ -46,20 +47,23 @@ def build_worker(config: WorkerConfig) -> Worker:
         OSError: the model cannot be read.
         StepError: the device cannot run a step.
     """
-    # First, because it tells in milliseconds whether the directory is complete.
-    fingerprint = base_fingerprint(config.model)
     device = resolve_device(config.device)
+    if isinstance(config.model, HubModel):
+        logger.info("asking the hub: worker=%s model=%s", config.worker_id, config.model.repo_id)
+    model_dir = fetch_model(config.model)
+    # Before the weights, because it tells in milliseconds whether the directory is complete.
+    fingerprint = base_fingerprint(model_dir)
     started_s = time.monotonic()
     logger.info(
         "loading model: worker=%s path=%s device=%s dtype=%s threads=%d",
         config.worker_id,
-        config.model,
+        model_dir,
         device,
         config.dtype,
         config.threads,
     )
     model = load_model(
-        config.model, dtype=config.dtype, device=device, progress=_Progress(config.worker_id)
+        model_dir, dtype=config.dtype, device=device, progress=_Progress(config.worker_id)
     )
     logger.info(
         "model loaded: worker=%s seconds=%.1f", config.worker_id, time.monotonic() - started_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,16 +32,13 @@ def base_fingerprint(model_dir: Path) -> bytes:
         FileNotFoundError: config.json, tokenizer.json or every weight file is missing.
         ValueError: config.json is not a JSON object.
     """
-    config_path = model_dir / "config.json"
-    config = json.loads(config_path.read_text(encoding="utf-8"))
-    if not isinstance(config, dict):
-        raise ValueError(f"{config_path} must hold a JSON object")
+    config = read_json_object(model_dir / "config.json")
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     digest = hashlib.sha256()
     digest.update(_field(b"pagewire-model-1", b""))
     digest.update(_field(b"config", canonical.encode()))
     digest.update(_field(b"tokenizer", (model_dir / "tokenizer.json").read_bytes()))
-    weights = sorted(p for p in model_dir.iterdir() if p.suffix in _WEIGHT_SUFFIXES)
+    weights = weight_files(model_dir)
     if not weights:
         raise FileNotFoundError(
             f"{model_dir} has no weight file ({' or '.join('*' + s for s in _WEIGHT_SUFFIXES)})"
@@ -55,6 +52,26 @@ def base_fingerprint(model_dir: Path) -> bytes:
             file.seek(max(0, size - _EDGE_BYTES))
             digest.update(_field(b"tail", file.read(_EDGE_BYTES)))
     return digest.digest()
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """The weight files of a model directory, in name order."""
+    return sorted(path for path in model_dir.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read one of a model's JSON files.
+
+    Raises:
+        ValueError: It holds something else; the message names the file.
+    """
+    try:
+        value: object = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return cast("dict[str, Any]", value)
 
 
 def served_fingerprint(base: bytes, *, kv_dtype: str, kv_scales: bytes = b"") -> bytes:

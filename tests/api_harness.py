@@ -152,7 +152,7 @@ async def running_api(
 ) -> AsyncGenerator[Api]:
     """Start everything; fields of ControlPlaneConfig can be changed."""
     config = ControlPlaneConfig(
-        models=(ModelSource(path=model_dir, name=model.served.name),),
+        models=(ModelSource(location=model_dir, name=model.served.name),),
         port=0,
         worker_port=0,
         metrics_port=0,

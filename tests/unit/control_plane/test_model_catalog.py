@@ -85,3 +85,10 @@ def test_names_are_found_and_missed(small_dir: Path) -> None:
         two.find("three")
     with pytest.raises(ValueError, match="'one'"):
         ModelCatalog([model, model])
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_file_that_is_not_json_is_named(small_dir: Path, name: str) -> None:
+    (small_dir / name).write_text("{half")
+    with pytest.raises(ValueError, match=rf"{name} is not JSON: Expecting"):
+        load_model(small_dir, "m")

@@ -54,6 +54,7 @@ def test_malformed_size_is_refused(text: str) -> None:
     ("arguments", "message"),
     [
         (["--model", "no/such/dir"], "--model no/such/dir is not a directory"),
+        (["--model", "nosuchdir"], "--model nosuchdir is not a directory"),
         (["--control-plane", "localhost"], "--control-plane must be HOST:PORT"),
         (["--control-plane", "host:99999"], "--control-plane must be HOST:PORT"),
         (["--worker-id", "a b"], "--worker-id must be 1 to 128"),
@@ -81,16 +82,6 @@ def test_mistake_is_named_with_its_flag(
         parse_args(["--model", str(tmp_path), *arguments])
     assert exited.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_gguf_file_is_refused_with_the_command_that_converts_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "model.gguf"
-    path.touch()
-    with pytest.raises(SystemExit):
-        parse_args(["--model", str(path)])
-    assert "data_plane.models.convert_gguf" in capsys.readouterr().err
 
 
 def test_configuration_cannot_be_changed(tmp_path: Path) -> None:
