@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from control_plane.prefix_store import StoreObserver, StoreTiming, encode_entry
+from control_plane.prefix_store import EntryCodec, StoreObserver, StoreTiming
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 class _Scope:
     """Entries of one scope and the time at which they expire."""
 
-    __slots__ = ("entries", "expires_at", "is_renewed")
+    __slots__ = ("codec", "entries", "expires_at", "is_renewed")
 
-    def __init__(self) -> None:
+    def __init__(self, scope: PrefixScope) -> None:
+        self.codec = EntryCodec(scope)
         self.entries: dict[BlockId, tuple[BlockHash, Version]] = {}
         self.expires_at = 0.0
         self.is_renewed = False
@@ -54,14 +55,15 @@ class MemoryPrefixStore:
     def record(
         self, scope: PrefixScope, changes: Mapping[BlockId, tuple[BlockHash, Version] | None]
     ) -> None:
-        entries = self._touch(scope).entries
+        state = self._touch(scope)
+        entries = state.entries
         for block_id, entry in changes.items():
             if entry is None:
                 entries.pop(block_id, None)
                 continue
             try:
                 # Refuses exactly what the Redis store refuses, so that tests without it find it.
-                encode_entry(*entry)
+                state.codec.encode(block_id, *entry)
             except ValueError:
                 self._observer.on_failure("invalid")
                 continue
@@ -98,7 +100,9 @@ class MemoryPrefixStore:
 
     def _touch(self, scope: PrefixScope) -> _Scope:
         self._expire()
-        state = self._scopes.setdefault(scope, _Scope())
+        state = self._scopes.get(scope)
+        if state is None:
+            state = self._scopes[scope] = _Scope(scope)
         state.expires_at = self._clock() + self._timing.ttl_s
         return state
 

@@ -9,6 +9,7 @@ is adopted only if every rank still reports the entry's generation for that bloc
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
     from control_plane.request import BlockHash, BlockId, Version
 
 HASH_BYTES = 32
-_ENTRY_FORMAT = 1
-# Format byte, block hash, generation: 41 bytes, the same on every machine.
+_ENTRY_FORMAT = 2
+# Format byte, block hash, generation, the same on every machine; a checksum follows.
 _ENTRY = struct.Struct("<B32sq")
+_CHECKSUM_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,8 @@ class PrefixStore(Protocol):
         """
         ...
 
-    async def load(self, scope: PrefixScope) -> dict[BlockId, tuple[BlockHash, Version]]:
-        """Read the entries of a replica, within seconds; empty if the store does not answer.
+    async def load(self, scope: PrefixScope) -> dict[BlockId, tuple[BlockHash, Version]] | None:
+        """Read the entries of a replica; None if the store does not answer within its limit.
 
         Values that do not read as entries are left out.
         """
@@ -130,7 +132,8 @@ class StoreTiming:
         ttl_s: Life of a scope without a lease. Correctness does not depend on it (the epoch is in
             the key); it must outlast a restart of the control plane and only bounds garbage.
         op_timeout_s: Limit of one exchange with the server, connecting included.
-        load_timeout_s: Limit of a whole `load`.
+        load_timeout_s: Limit of a whole `load`, for which no request waits longer than its own
+            limit.
         coalesce_s: How long changes gather before they are written.
         renew_interval_s: Leases that come in faster than this share one renewal.
         probe_interval_s: How often an idle connection is tried, so that `describe` stays true.
@@ -141,7 +144,7 @@ class StoreTiming:
 
     ttl_s: float = 600.0
     op_timeout_s: float = 1.0
-    load_timeout_s: float = 5.0
+    load_timeout_s: float = 30.0
     coalesce_s: float = 0.05
     renew_interval_s: float = 2.0
     probe_interval_s: float = 5.0
@@ -161,28 +164,50 @@ class StoreTiming:
             )
 
 
-def encode_entry(block_hash: bytes, generation: int) -> bytes:
-    """Pack an entry into its stored form.
+class EntryCodec:
+    """The stored form of one scope's entries.
 
-    Raises:
-        ValueError: the hash has not 32 bytes, or the generation does not fit 64 bits.
+    An entry that was altered, or that belongs to another block or scope, must not be taken for a
+    good one: its generation could be right by chance, and then its hash would name the wrong
+    content. So 49 bytes are stored: format, hash, generation, and a checksum over those, the block
+    and the scope. It finds accidents; whoever can write to the store on purpose can also sum up.
     """
-    if len(block_hash) != HASH_BYTES:
-        raise ValueError(f"block hash must have {HASH_BYTES} bytes, got {len(block_hash)}")
-    try:
-        return _ENTRY.pack(_ENTRY_FORMAT, block_hash, generation)
-    except struct.error as error:
-        raise ValueError(f"generation must be an int64, got {generation!r}") from error
 
+    __slots__ = ("_key",)
 
-def decode_entry(value: bytes) -> tuple[bytes, int] | None:
-    """Unpack a stored entry; None if it is not one of this format."""
-    if len(value) != _ENTRY.size:
-        return None
-    entry_format, block_hash, generation = _ENTRY.unpack(value)
-    if entry_format != _ENTRY_FORMAT or generation < 0:
-        return None
-    return block_hash, generation
+    def __init__(self, scope: PrefixScope) -> None:
+        self._key = hashlib.sha256(scope.key.encode()).digest()
+
+    def encode(self, block_id: int, block_hash: bytes, generation: int) -> bytes:
+        """Pack an entry.
+
+        Raises:
+            ValueError: the hash has not 32 bytes, or the generation does not fit 64 bits.
+        """
+        if len(block_hash) != HASH_BYTES:
+            raise ValueError(f"block hash must have {HASH_BYTES} bytes, got {len(block_hash)}")
+        try:
+            packed = _ENTRY.pack(_ENTRY_FORMAT, block_hash, generation)
+        except struct.error as error:
+            raise ValueError(f"generation must be an int64, got {generation!r}") from error
+        return packed + self._checksum(block_id, packed)
+
+    def decode(self, block_id: int, value: bytes) -> tuple[bytes, int] | None:
+        """Unpack a stored entry; None if it is not one of this format, block and scope."""
+        if len(value) != _ENTRY.size + _CHECKSUM_BYTES:
+            return None
+        packed = value[: _ENTRY.size]
+        entry_format, block_hash, generation = _ENTRY.unpack(packed)
+        if entry_format != _ENTRY_FORMAT or generation < 0:
+            return None
+        if value[_ENTRY.size :] != self._checksum(block_id, packed):
+            return None
+        return block_hash, generation
+
+    def _checksum(self, block_id: int, packed: bytes) -> bytes:
+        digest = hashlib.blake2b(packed, digest_size=_CHECKSUM_BYTES, key=self._key)
+        digest.update(block_id.to_bytes(8, "little"))
+        return digest.digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

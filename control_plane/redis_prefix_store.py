@@ -5,7 +5,7 @@ know: who calls it; a caller never waits for the server except in `load` and `ne
 up after a limit.
 
     pagewire:1:blocks:{deployment}:{model fingerprint}:{replica epoch}   hash, with a TTL
-        {block id}   format byte, block hash, generation (`prefix_store.encode_entry`)
+        {block id}   format byte, block hash, generation, checksum (`prefix_store.EntryCodec`)
         writer       random id of the process whose unbroken changes the hash holds
     pagewire:1:term:{deployment}:{shard}                                 counter, no TTL
 
@@ -29,7 +29,7 @@ from urllib.parse import quote
 
 from redis import exceptions
 
-from control_plane.prefix_store import StoreObserver, StoreTiming, decode_entry, encode_entry
+from control_plane.prefix_store import EntryCodec, StoreObserver, StoreTiming
 from control_plane.redis_client import FAILURES, describe_error, is_wrong_type, kind_of, new_client
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class _Scope:
 
     Attributes:
         key: Its hash.
+        codec: Of its values.
         pending: Newest unwritten value per block; None: to be removed. At most one per block of the
             replica, however long the server is away.
         in_flight: The part of it that an exchange under way carries.
@@ -65,6 +66,7 @@ class _Scope:
     """
 
     __slots__ = (
+        "codec",
         "in_flight",
         "key",
         "lease_at",
@@ -74,8 +76,9 @@ class _Scope:
         "synced_connection",
     )
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, codec: EntryCodec) -> None:
         self.key = key
+        self.codec = codec
         self.pending: dict[int, bytes | None] = {}
         self.in_flight: dict[int, bytes | None] = {}
         self.live: Live | None = None
@@ -106,11 +109,12 @@ class RedisPrefixStore:
         self._state = "connecting"
         self._state_since = datetime.now(UTC)
         self._connections = 0
-        # Two clients: an exchange of the task never waits for a reader, and only the task's own
-        # connection counts as a sign of a restarted server.
+        # Clients of their own: an exchange of the task never waits for a reader, only the task's
+        # connection counts as a sign of a restarted server, and a load may wait longer than others.
         timeout_s = self._timing.op_timeout_s
         self._client = new_client(address, timeout_s=timeout_s, on_connect=self._count_connection)
         self._reader = new_client(address, timeout_s=timeout_s)
+        self._loader = new_client(address, timeout_s=self._timing.load_timeout_s)
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -131,7 +135,7 @@ class RedisPrefixStore:
                 with contextlib.suppress(*FAILURES):
                     async with asyncio.timeout(self._timing.close_timeout_s):
                         await self._flush()
-        for client in (self._client, self._reader):
+        for client in (self._client, self._reader, self._loader):
             with contextlib.suppress(*FAILURES):
                 await client.aclose()
 
@@ -150,19 +154,21 @@ class RedisPrefixStore:
         if state.lease_at - state.renewed_at >= self._timing.renew_interval_s:
             self._wake.set()
 
-    async def load(self, scope: PrefixScope) -> dict[BlockId, tuple[BlockHash, Version]]:
+    async def load(self, scope: PrefixScope) -> dict[BlockId, tuple[BlockHash, Version]] | None:
         entries: dict[int, tuple[bytes, int]] = {}
         num_invalid = 0
+        codec = EntryCodec(scope)
         key = self._blocks_key(scope)
         try:
             async with asyncio.timeout(self._timing.load_timeout_s):
                 cursor = -1
                 while cursor:
                     # HSCAN, not HGETALL: the server answers others between two pages.
-                    answer: Any = self._reader.hscan(key, max(cursor, 0), count=_BATCH)
+                    answer: Any = self._loader.hscan(key, max(cursor, 0), count=_BATCH)
                     cursor, page = await answer
                     for name, value in page.items():
-                        block_id, entry = _parse_block_id(name), decode_entry(value)
+                        block_id = _parse_block_id(name)
+                        entry = None if block_id is None else codec.decode(block_id, value)
                         if block_id is not None and entry is not None:
                             entries[block_id] = entry
                         elif name != _WRITER:
@@ -170,13 +176,13 @@ class RedisPrefixStore:
         except FAILURES as error:
             self._observer.on_failure(kind_of(error))
             logger.warning("prefix entries not loaded: key=%s error=%s", key, describe_error(error))
-            return {}
+            return None
         if num_invalid:
             logger.warning("prefix entries left out: key=%s invalid=%d", key, num_invalid)
         # What this process has not written yet is newer than what the server knows.
         if state := self._scopes.get(scope):
             for block_id, value in (*state.in_flight.items(), *state.pending.items()):
-                entry = decode_entry(value) if value is not None else None
+                entry = codec.decode(block_id, value) if value is not None else None
                 if entry is None:
                     entries.pop(block_id, None)
                 else:
@@ -216,7 +222,7 @@ class RedisPrefixStore:
     def _touch(self, scope: PrefixScope) -> _Scope:
         state = self._scopes.get(scope)
         if state is None:
-            state = self._scopes[scope] = _Scope(self._blocks_key(scope))
+            state = self._scopes[scope] = _Scope(self._blocks_key(scope), EntryCodec(scope))
         state.lease_at = time.monotonic()
         return state
 
@@ -227,7 +233,9 @@ class RedisPrefixStore:
         self, state: _Scope, block_id: int, entry: tuple[BlockHash, Version] | None
     ) -> None:
         try:
-            state.pending[block_id] = encode_entry(*entry) if entry is not None else None
+            state.pending[block_id] = (
+                state.codec.encode(block_id, *entry) if entry is not None else None
+            )
         except ValueError as error:
             self._observer.on_failure("invalid")
             logger.error("prefix entry refused: block_id=%d error=%s", block_id, error)

@@ -22,10 +22,9 @@ from valkey_process import ValkeyProcess
 
 from control_plane.memory_prefix_store import MemoryPrefixStore
 from control_plane.prefix_store import (
+    EntryCodec,
     StoreObserver,
     StoreTiming,
-    decode_entry,
-    encode_entry,
     open_prefix_store,
     parse_store_url,
 )
@@ -183,9 +182,13 @@ async def test_closing_twice_and_recording_afterwards_is_harmless(open_store):
 
 
 def test_entry_form_is_the_same_everywhere():
-    packed = encode_entry(bytes(range(32)), 258)
-    assert packed.hex() == "01" + bytes(range(32)).hex() + "0201000000000000"
-    assert decode_entry(packed) == (bytes(range(32)), 258)
+    codec = EntryCodec(SCOPE)
+    packed = codec.encode(7, bytes(range(32)), 258)
+    fields = "02" + bytes(range(32)).hex() + "0201000000000000"
+    assert packed.hex() == fields + "3936f064945f4177"
+    assert codec.decode(7, packed) == (bytes(range(32)), 258)
+    assert codec.decode(8, packed) is None
+    assert EntryCodec(OTHER_EPOCH).decode(7, packed) is None
 
 
 def test_url_is_read_whole():

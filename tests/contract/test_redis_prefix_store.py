@@ -26,7 +26,7 @@ from prefix_store_helpers import (
 )
 from valkey_process import ValkeyProcess
 
-from control_plane.prefix_store import StoreTiming, encode_entry
+from control_plane.prefix_store import EntryCodec, StoreTiming
 from control_plane.redis_prefix_store import RedisPrefixStore
 from demo.link import Link, LinkConfig
 
@@ -141,7 +141,7 @@ async def test_server_that_is_down_at_start_costs_nothing_and_is_caught_up(tmp_p
     server = ValkeyProcess(tmp_path)
     observer = Recorder()
     async with redis_store(server.url, observer=observer) as store:
-        assert await store.load(SCOPE) == {}
+        assert await store.load(SCOPE) is None
         assert await store.next_term("s0", 10) == 11
         assert await store.next_term("s0", 0) == 12
         store.record(SCOPE, entries(3))
@@ -203,7 +203,7 @@ async def test_frozen_server_delays_nobody_and_is_caught_up(valkey):
         store.record(SCOPE, entries(3))
         await until(lambda: observer.failures["unreachable"] >= 2)
         async with asyncio.timeout(TIMING.load_timeout_s + 5):
-            assert await store.load(SCOPE) == {}
+            assert await store.load(SCOPE) is None
             assert await store.next_term("s0", 3) == 4
         valkey.thaw()
         await until_loaded(store, SCOPE, entries(3))
@@ -281,9 +281,13 @@ async def test_key_of_a_wrong_type_is_replaced(valkey):
         await until_loaded(store, SCOPE, entries(3))
         [key] = await admin.keys("pagewire:1:blocks:*")
         await admin.set(key, "not a hash")
-        assert await store.load(SCOPE) == {}
+        assert await store.load(SCOPE) is None
 
         await leased_until_held(store, valkey.url, entries(3))
+
+
+def flipped(value: bytes, index: int) -> bytes:
+    return value[:index] + bytes([value[index] ^ 1]) + value[index + 1 :]
 
 
 async def test_corrupted_values_are_left_out_and_reported(valkey, caplog):
@@ -292,13 +296,18 @@ async def test_corrupted_values_are_left_out_and_reported(valkey, caplog):
         store.record(SCOPE, entries(3))
         await until(lambda: store.num_pending == 0)
         [key] = await admin.keys("pagewire:1:blocks:*")
-        good = encode_entry(*entry(1))
+        codec = EntryCodec(SCOPE)
+        good = codec.encode(2, *entry(1))
         broken = {
             "2": good[:-1],  # too short
             "10": good + b"\x00",  # too long
-            "11": b"\x02" + good[1:],  # another format
+            "11": b"\x01" + good[1:],  # another format
+            "14": good,  # of another block
+            "15": EntryCodec(OTHER_EPOCH).encode(15, *entry(1)),  # of another scope
+            "16": flipped(codec.encode(16, *entry(1)), 3),  # another hash
+            "17": flipped(codec.encode(17, *entry(1)), 34),  # another generation
             "12": b"",
-            "13": encode_entry(b"\x00" * 32, -1),  # a generation that cannot be
+            "13": codec.encode(13, b"\x00" * 32, -1),  # a generation that cannot be
             "0": good,  # the null block
             "-4": good,
             "07": good,
@@ -343,7 +352,7 @@ async def test_password_is_used_and_never_shown(tmp_path, caplog):
     for url in (f"redis://:wr0ng@127.0.0.1:{server.port}", server.url):
         async with redis_store(url) as store:
             await until(lambda store=store: store.describe().startswith("redis: denied since"))
-            assert await store.load(SCOPE) == {}
+            assert await store.load(SCOPE) is None
     await server.kill()
     assert "s3cr3t" not in caplog.text
     assert "wr0ng" not in caplog.text
@@ -396,7 +405,7 @@ async def test_tls_is_spoken_and_the_certificate_is_checked(valkey, tls_port, ce
     observer = Recorder()
     async with redis_store(f"rediss://127.0.0.1:{tls_port}/0", observer=observer) as store:
         await until(lambda: observer.failures["unreachable"] >= 2)
-        assert await store.load(SCOPE) == {}
+        assert await store.load(SCOPE) is None
 
 
 async def test_no_token_and_no_text_reaches_the_server(valkey):
@@ -406,4 +415,4 @@ async def test_no_token_and_no_text_reaches_the_server(valkey):
         [key] = await admin.keys("*")
         stored = await admin.hgetall(key)
         assert set(stored) == {b"writer", b"1", b"2"}
-        assert {len(value) for name, value in stored.items() if name != b"writer"} == {41}
+        assert {len(value) for name, value in stored.items() if name != b"writer"} == {49}
