@@ -152,13 +152,13 @@ class InferenceService:
     ) -> inference_pb2.DetokenizeResponse:
         del context
         model = self._catalog.find(message.model)
-        ids: list[int] = checked_ids(
-            message.token_ids, "token_ids", model.served.vocab_size
-        ).tolist()
         skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
-        text = await self._pool.run(
-            len(ids), lambda: model.tokenizer.decode(ids, skip_special_tokens=skip)
-        )
+
+        def decode() -> str:
+            ids = checked_ids(message.token_ids, "token_ids", model.served.vocab_size)
+            return model.tokenizer.decode(ids.tolist(), skip_special_tokens=skip)
+
+        text = await self._pool.run(len(message.token_ids), decode)
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def _list_models(

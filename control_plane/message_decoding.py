@@ -24,6 +24,9 @@ _MessageT = TypeVar("_MessageT", bound=Message)
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_DEPTH = 100
+# Enough for every message of good faith. Millions of empty fields fit into a message, and looking
+# at them one by one would hold up everybody's tokens for seconds.
+_MAX_FIELDS = 10_000
 
 
 class MessageDecoder(Generic[_MessageT]):
@@ -52,7 +55,7 @@ class MessageDecoder(Generic[_MessageT]):
         descriptor = cast("Descriptor", self._class.DESCRIPTOR)
         name = descriptor.full_name
         try:
-            found = _find_bad_text(data, descriptor, 0)
+            found = _BadTextSearch().run(data, descriptor)
         except ValueError:
             found = None
         if found is None:
@@ -74,52 +77,60 @@ class MessageDecoder(Generic[_MessageT]):
         )
 
 
-def _find_bad_text(data: bytes, descriptor: Descriptor, depth: int) -> tuple[str, int] | None:
-    """Path and byte offset of the first string field that is not UTF-8.
+class _BadTextSearch:
+    """Looks for the first string field that is not UTF-8, through a bounded number of fields."""
 
-    Raises:
-        ValueError: The bytes do not have the structure of a message.
-    """
-    if depth > _MAX_DEPTH:
-        raise ValueError("nested too deeply")
-    counts: dict[int, int] = {}
-    for number, value in _chunks(data):
-        field = descriptor.fields_by_number.get(number)
-        if field is None:
-            continue
-        index = counts.get(number, 0)
-        counts[number] = index + 1
-        name = f"{field.name}[{index}]" if field.is_repeated else field.name
-        if field.type == FieldDescriptor.TYPE_STRING:
-            try:
-                value.decode("utf-8")
-            except UnicodeDecodeError as error:
-                return name, error.start
-        elif field.type == FieldDescriptor.TYPE_MESSAGE and field.message_type is not None:
-            inner = _find_bad_text(value, field.message_type, depth + 1)
-            if inner is not None:
-                return f"{name}.{inner[0]}", inner[1]
-    return None
+    def __init__(self) -> None:
+        self._num_fields = 0
 
+    def run(self, data: bytes, descriptor: Descriptor, depth: int = 0) -> tuple[str, int] | None:
+        """Path and byte offset of the field.
 
-def _chunks(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Field number and bytes of every length-delimited field."""
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        kind = tag & 7
-        if kind == _VARINT:
-            _, at = _varint(data, at)
-        elif kind == _BYTES:
-            size, at = _varint(data, at)
-            if at + size > len(data):
-                raise ValueError("truncated")
-            yield tag >> 3, data[at : at + size]
-            at += size
-        elif kind in (_FIXED32, _FIXED64):
-            at += 4 if kind == _FIXED32 else 8
-        else:
-            raise ValueError(f"wire type {kind}")
+        Raises:
+            ValueError: The bytes do not have the structure of a message, or too much of it.
+        """
+        if depth > _MAX_DEPTH:
+            raise ValueError("nested too deeply")
+        counts: dict[int, int] = {}
+        for number, value in self._chunks(data):
+            field = descriptor.fields_by_number.get(number)
+            if field is None:
+                continue
+            index = counts.get(number, 0)
+            counts[number] = index + 1
+            name = f"{field.name}[{index}]" if field.is_repeated else field.name
+            if field.type == FieldDescriptor.TYPE_STRING:
+                try:
+                    value.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    return name, error.start
+            elif field.type == FieldDescriptor.TYPE_MESSAGE and field.message_type is not None:
+                inner = self.run(value, field.message_type, depth + 1)
+                if inner is not None:
+                    return f"{name}.{inner[0]}", inner[1]
+        return None
+
+    def _chunks(self, data: bytes) -> Iterator[tuple[int, bytes]]:
+        """Field number and bytes of every length-delimited field."""
+        at = 0
+        while at < len(data):
+            self._num_fields += 1
+            if self._num_fields > _MAX_FIELDS:
+                raise ValueError("too many fields")
+            tag, at = _varint(data, at)
+            kind = tag & 7
+            if kind == _VARINT:
+                _, at = _varint(data, at)
+            elif kind == _BYTES:
+                size, at = _varint(data, at)
+                if at + size > len(data):
+                    raise ValueError("truncated")
+                yield tag >> 3, data[at : at + size]
+                at += size
+            elif kind in (_FIXED32, _FIXED64):
+                at += 4 if kind == _FIXED32 else 8
+            else:
+                raise ValueError(f"wire type {kind}")
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import numpy as np
 from google.protobuf import json_format
 
 from control_plane.errors import InvalidRequestError
-from control_plane.request_checks import checked_ids
+from control_plane.request_checks import check_prompt_length, checked_ids
 from control_plane.tokenizer import check_text
 from protos.pagewire.v1 import inference_pb2
 
@@ -41,6 +41,7 @@ async def encode_prompt(
     elif form == "chat":
         ids = await _encode_chat(message.chat, model, pool)
     elif form == "token_ids" and isinstance(message, inference_pb2.GenerateRequest):
+        check_prompt_length(len(message.token_ids.ids), model.served)  # before looking at each
         ids = checked_ids(message.token_ids.ids, "token_ids", model.served.vocab_size)
     else:
         raise InvalidRequestError(
@@ -83,21 +84,31 @@ async def _encode_chat(
             value=0,
             limit=">= 1",
         )
-    messages = [
-        _chat_message(message, f"chat.messages[{i}]") for i, message in enumerate(chat.messages)
-    ]
-    tools = [_object(tool, f"chat.tools[{i}]") for i, tool in enumerate(chat.tools)]
-    kwargs = _object(chat.template_kwargs, "chat.template_kwargs")
-    generation = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-    return await pool.run(
-        chat.ByteSize(),
-        lambda: model.tokenizer.encode_chat(
+    limit = model.served.max_model_len
+    if len(chat.messages) > limit:
+        raise InvalidRequestError(
+            f"The chat has {len(chat.messages)} messages, at most {limit} are accepted: no more "
+            "than the model has places for tokens. Leave out the oldest.",
+            field="chat.messages",
+            value=len(chat.messages),
+            limit=limit,
+        )
+
+    def encode() -> NDArray[np.int32]:
+        messages = [
+            _chat_message(message, f"chat.messages[{i}]") for i, message in enumerate(chat.messages)
+        ]
+        return model.tokenizer.encode_chat(
             messages,
-            tools=tools,
-            add_generation_prompt=generation,
-            template_kwargs=kwargs,
-        ),
-    )
+            tools=[_object(tool, f"chat.tools[{i}]") for i, tool in enumerate(chat.tools)],
+            add_generation_prompt=(
+                chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+            ),
+            template_kwargs=_object(chat.template_kwargs, "chat.template_kwargs"),
+        )
+
+    # All of it: a long conversation costs as much before the template as in it.
+    return await pool.run(chat.ByteSize(), encode)
 
 
 def _object(struct: Struct, field: str) -> dict[str, object]:

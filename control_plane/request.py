@@ -76,6 +76,30 @@ def _check_float(
         )
 
 
+def check_num_stops(num_strings: int, num_token_ids: int) -> None:
+    """Refuse too many stop strings or stop tokens, before anybody looks at each of them.
+
+    Raises:
+        InvalidRequestError: names the number.
+    """
+    if num_strings > MAX_STOP_STRINGS:
+        raise InvalidRequestError(
+            f"stop has {num_strings} strings, at most {MAX_STOP_STRINGS} are accepted. "
+            "Send fewer, or stop on the client's side.",
+            field="stop",
+            value=num_strings,
+            limit=MAX_STOP_STRINGS,
+        )
+    if num_token_ids > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequestError(
+            f"stop_token_ids has {num_token_ids} ids, at most {MAX_STOP_TOKEN_IDS} are accepted. "
+            "Send fewer.",
+            field="stop_token_ids",
+            value=num_token_ids,
+            limit=MAX_STOP_TOKEN_IDS,
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen and when to stop: resolved, validated, never changed.
@@ -136,14 +160,7 @@ class SamplingParams:
         self._check_stops()
 
     def _check_stops(self) -> None:
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequestError(
-                f"stop has {len(self.stop)} strings, at most {MAX_STOP_STRINGS} are accepted. "
-                "Send fewer, or stop on the client's side.",
-                field="stop",
-                value=len(self.stop),
-                limit=MAX_STOP_STRINGS,
-            )
+        check_num_stops(len(self.stop), len(self.stop_token_ids))
         for i, text in enumerate(self.stop):
             # Lone surrogates have no UTF-8 form; they are counted, and matched by nothing.
             num_bytes = len(text.encode("utf-8", "surrogatepass"))
@@ -155,14 +172,6 @@ class SamplingParams:
                     value=num_bytes,
                     limit=f"[1, {MAX_STOP_STRING_BYTES}]",
                 )
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequestError(
-                f"stop_token_ids has {len(self.stop_token_ids)} ids, at most {MAX_STOP_TOKEN_IDS} "
-                "are accepted. Send fewer.",
-                field="stop_token_ids",
-                value=len(self.stop_token_ids),
-                limit=MAX_STOP_TOKEN_IDS,
-            )
         for i, token_id in enumerate(self.stop_token_ids):
             _check_int(f"stop_token_ids[{i}]", token_id, 0, _MAX_INT32, "Token ids are int32.")
 

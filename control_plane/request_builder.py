@@ -11,12 +11,13 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from control_plane.errors import InvalidRequestError, RequestTooLongError
+from control_plane.errors import InvalidRequestError
 from control_plane.output_processor import OutputProcessor, PastEndError
 from control_plane.prompt_encoder import encode_prompt
-from control_plane.request import FinishReason, Request, SamplingParams
+from control_plane.request import FinishReason, Request, SamplingParams, check_num_stops
 from control_plane.request_checks import (
     check_cache_salt,
+    check_prompt_length,
     check_request_id,
     checked_ids,
     flush_interval_s,
@@ -103,19 +104,10 @@ class RequestBuilder:
         refuse_unsupported(message)
         sampling = self._sampling(message.sampling, model.served.vocab_size)
         interval_s = flush_interval_s(message)
-        resume = read_resume(message.resume, sampling.n, model.served.vocab_size)
+        resume = read_resume(message.resume, sampling.n, model.served)
         prompt = await encode_prompt(message, model, self._pool)
+        check_prompt_length(prompt.size, model.served)
         max_model_len = model.served.max_model_len
-        if prompt.size >= max_model_len:
-            raise RequestTooLongError(
-                f"The prompt has {prompt.size} tokens but {model.served.name} accepts at most "
-                f"{max_model_len - 1} (max_model_len={max_model_len}, one place is kept for the "
-                "first output token). Shorten the prompt.",
-                field="prompt",
-                value=prompt.size,
-                limit=max_model_len - 1,
-                max_model_len=max_model_len,
-            )
         if sampling.max_tokens is not None:
             max_tokens = min(max_model_len - prompt.size, sampling.max_tokens)
         else:
@@ -163,6 +155,7 @@ class RequestBuilder:
                 value=n,
                 limit=f"[1, {self._max_n}]",
             )
+        check_num_stops(len(message.stop), len(message.stop_token_ids))
         for i, stop in enumerate(message.stop):
             check_text(stop, field=f"stop[{i}]")
         checked_ids(message.stop_token_ids, "stop_token_ids", vocab_size)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from control_plane.errors import InvalidRequestError, UnsupportedFeatureError
+from control_plane.errors import InvalidRequestError, RequestTooLongError, UnsupportedFeatureError
 from control_plane.tokenizer import check_text
 from protos.pagewire.v1 import inference_pb2
 
@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from control_plane.served_model import ServedModel
+
 MAX_REQUEST_ID_BYTES = 128
 MAX_CACHE_SALT_BYTES = 256
 MAX_FLUSH_INTERVAL_S = 60.0
+_IDS_AT_ONCE = 1 << 16
 
 # Ids that a client has and the finish reason if it has one (0 if not), by sequence index.
 Resume = dict[int, tuple[list[int], int]]
@@ -133,7 +136,9 @@ def checked_ids(ids: Sequence[int], field: str, vocab_size: int) -> NDArray[np.i
     Raises:
         InvalidRequestError: Names the first id outside the vocabulary.
     """
-    array = np.fromiter(ids, dtype=np.int32, count=len(ids))
+    # In pieces, between which other threads get their turn: millions of ids fit into a message.
+    pieces = [ids[at : at + _IDS_AT_ONCE] for at in range(0, len(ids), _IDS_AT_ONCE)]
+    array = np.concatenate([np.empty(0, np.int32), *(np.array(p, np.int32) for p in pieces)])
     bad = np.flatnonzero((array < 0) | (array >= vocab_size))
     if bad.size:
         i, value = int(bad[0]), int(array[bad[0]])
@@ -147,11 +152,32 @@ def checked_ids(ids: Sequence[int], field: str, vocab_size: int) -> NDArray[np.i
     return array
 
 
-def read_resume(entries: Iterable[inference_pb2.SequenceResume], n: int, vocab_size: int) -> Resume:
+def check_prompt_length(num_tokens: int, model: ServedModel) -> None:
+    """Refuse a prompt that leaves no place for an output token.
+
+    Raises:
+        RequestTooLongError: Names both lengths.
+    """
+    limit = model.max_model_len - 1
+    if num_tokens > limit:
+        raise RequestTooLongError(
+            f"The prompt has {num_tokens} tokens but {model.name} accepts at most {limit} "
+            f"(max_model_len={model.max_model_len}, one place is kept for the first output "
+            "token). Shorten the prompt.",
+            field="prompt",
+            value=num_tokens,
+            limit=limit,
+            max_model_len=model.max_model_len,
+        )
+
+
+def read_resume(
+    entries: Iterable[inference_pb2.SequenceResume], n: int, model: ServedModel
+) -> Resume:
     """What a client has of each sequence.
 
     Raises:
-        InvalidRequestError: An index, id or finish reason that cannot be.
+        InvalidRequestError: An index, id or finish reason that cannot be, or too many ids.
     """
     resume: Resume = {}
     for i, entry in enumerate(entries):
@@ -173,6 +199,14 @@ def read_resume(entries: Iterable[inference_pb2.SequenceResume], n: int, vocab_s
                 value=entry.finish_reason,
                 limit="a FinishReason",
             )
-        ids = checked_ids(entry.token_ids, f"{field}.token_ids", vocab_size)
+        if len(entry.token_ids) > model.max_model_len:
+            raise InvalidRequestError(
+                f"{field} has {len(entry.token_ids)} token ids, more than the model's length of "
+                f"{model.max_model_len}. Send what was received.",
+                field=f"{field}.token_ids",
+                value=len(entry.token_ids),
+                limit=model.max_model_len,
+            )
+        ids = checked_ids(entry.token_ids, f"{field}.token_ids", model.vocab_size)
         resume[entry.index] = (ids.tolist(), entry.finish_reason)
     return resume
