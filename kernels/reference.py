@@ -58,3 +58,51 @@ def reshape_and_cache_ref(
     block_size = key_cache.shape[1]
     key_cache[slot // block_size, slot % block_size] = key[written]
     value_cache[slot // block_size, slot % block_size] = value[written]
+
+
+def paged_attention_ref(
+    query: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    rows: torch.Tensor | None = None,
+    soft_cap: float | None = None,
+    window: int = 0,
+    out: torch.Tensor,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """See `kernels.paged_attention.paged_attention` and `kernels.paged_prefill.paged_prefill`.
+
+    Serves requests with any number of queries; tokens behind the last request give zeros. `dtype`
+    is what products and softmax are computed in.
+    """
+    group = query.shape[1] // key_cache.shape[2]
+    block_size = key_cache.shape[1]
+    starts = query_start_loc.tolist()
+    out.zero_()
+    for req, seq_len in enumerate(seq_lens.tolist()):
+        start, end = starts[req], starts[req + 1]
+        if seq_len == 0 or start == end:
+            continue
+        table = block_table[req if rows is None else int(rows[req])]
+        index = torch.arange(seq_len, device=query.device)
+        position = index[seq_len - (end - start) :]
+        is_seen = index <= position[:, None]
+        if window:
+            is_seen &= index > position[:, None] - window
+        # Only what some query sees is read: the rest may be anything, NaN too.
+        is_read = is_seen.any(dim=0)
+        index, is_seen = index[is_read], is_seen[:, is_read]
+        block, slot = table[index // block_size].long(), index % block_size
+        key = key_cache[block, slot].to(dtype).repeat_interleave(group, 1)
+        value = value_cache[block, slot].to(dtype).repeat_interleave(group, 1)
+        score = torch.einsum("qhd,khd->hqk", query[start:end].to(dtype), key) * scale
+        if soft_cap is not None:
+            score = soft_cap * torch.tanh(score / soft_cap)
+        weight = score.masked_fill(~is_seen, -torch.inf).softmax(-1)
+        out[start:end] = torch.einsum("hqk,khd->qhd", weight, value).to(out.dtype)
+    return out

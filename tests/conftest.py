@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -11,6 +12,20 @@ import pytest
 # processes with a full thread pool each would only fight over the cores.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+
+def _has_gpu() -> bool:
+    """Asks the driver; torch is not imported for tests that do without it."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
+    except OSError:
+        return False
+
+
+# Triton decides when it is imported, its own library included, whether kernels are interpreted, and
+# transformers may import it before any test of a kernel does.
+if not _has_gpu():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 

@@ -67,7 +67,8 @@ class AttentionInputs:
         query_start_loc: [num_reqs + 1] int32, exclusive prefix sum of tokens per request.
         seq_lens: [num_reqs] int32, tokens in the sequence after this step; 0: nothing is read and
             the request's outputs are zeros. The request's queries are its last tokens.
-        block_tables: [num_reqs, max_blocks] int32; entries past a sequence point to null block 0.
+        block_tables: [num_reqs, max_blocks] int32; entries past a sequence are valid block ids.
+            With `rows`: [num_rows, max_blocks], the tables of all rows.
         slot_mapping: [num_tokens] int64; -1 writes nothing.
         positions: [num_tokens] int64, of each token within its sequence.
         max_query_len: Largest number of tokens of one request.
@@ -76,6 +77,9 @@ class AttentionInputs:
         query_start_loc_host: The same numbers as query_start_loc in host memory.
         seq_lens_host: The same numbers as seq_lens in host memory. A backend for the CPU may plan
             with both; one that runs inside CUDA graphs must not.
+        rows: [num_reqs] int32, the row of block_tables of each request; None: request i has row i.
+        max_prefill_reqs: Most requests that have several queries; None: any number. It bounds the
+            work that a captured step makes room for, so a smaller one is faster.
     """
 
     query_start_loc: torch.Tensor
@@ -88,6 +92,14 @@ class AttentionInputs:
     num_tokens: int
     query_start_loc_host: np.ndarray
     seq_lens_host: np.ndarray
+    rows: torch.Tensor | None = None
+    max_prefill_reqs: int | None = None
+
+    def gathered_tables(self) -> torch.Tensor:
+        """[num_reqs, max_blocks] int32: the table of each request."""
+        if self.rows is None:
+            return self.block_tables
+        return self.block_tables.index_select(0, self.rows)
 
 
 class AttentionMetadata(Protocol):
@@ -164,6 +176,7 @@ class BackendInfo:
         head_sizes: None: any.
         block_sizes: None: any power of two.
         sliding_window: Whether a sliding window is supported.
+        min_capability: Least compute capability of a CUDA device; None: any.
     """
 
     name: str
@@ -173,6 +186,7 @@ class BackendInfo:
     head_sizes: tuple[int, ...] | None = None
     block_sizes: tuple[int, ...] | None = None
     sliding_window: bool = False
+    min_capability: tuple[int, int] | None = None
 
     def refusal(self, spec: AttentionSpec) -> str | None:
         """Says why this backend cannot serve `spec`; None when it can."""
@@ -185,6 +199,13 @@ class BackendInfo:
             return f"head_size {spec.head_size} is not one of {_listed(self.head_sizes)}"
         if self.block_sizes is not None and spec.block_size not in self.block_sizes:
             return f"block_size {spec.block_size} is not one of {_listed(self.block_sizes)}"
+        if device == "cuda" and self.min_capability is not None:
+            capability = torch.cuda.get_device_capability(spec.device)
+            if capability < self.min_capability:
+                return (
+                    f"the GPU has compute capability {capability[0]}.{capability[1]}, at least "
+                    f"{self.min_capability[0]}.{self.min_capability[1]} is needed"
+                )
         if spec.sliding_window is not None and not self.sliding_window:
             return f"no sliding window (the model has one of {spec.sliding_window} tokens)"
         return None
@@ -192,6 +213,16 @@ class BackendInfo:
 
 # In order of preference: the first that can serve a spec is the default.
 _BACKENDS = (
+    BackendInfo(
+        name="triton",
+        module="data_plane.attention.triton_backend",
+        device_types=("cuda",),
+        dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        head_sizes=(64, 80, 96, 128, 256),
+        block_sizes=(16, 32, 64, 128, 256),
+        sliding_window=True,
+        min_capability=(8, 0),
+    ),
     BackendInfo(
         name="torch",
         module="data_plane.attention.torch_backend",

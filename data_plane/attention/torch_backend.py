@@ -7,7 +7,7 @@ Plans with host copies of lengths, so it is not for CUDA graphs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -89,6 +89,8 @@ class TorchAttention:
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 
     def build_metadata(self, batch: AttentionInputs) -> TorchMetadata:
+        if batch.rows is not None:
+            batch = replace(batch, block_tables=batch.gathered_tables(), rows=None)
         starts = batch.query_start_loc_host[:-1].astype(np.int64)
         ends = batch.query_start_loc_host[1:].astype(np.int64)
         lens = batch.seq_lens_host.astype(np.int64)

@@ -5,6 +5,8 @@ The expected result is a loop over tokens in fp64 that shares no code with any b
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 import torch
 from paged import attention_inputs, null_padded, scattered_tables
 
+from data_plane.attention import base
 from data_plane.attention.base import AttentionSpec, backend_infos, select_backend
 
 if TYPE_CHECKING:
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 
 NUM_BLOCKS = 96
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+# Where no GPU is, Triton's interpreter runs the kernels on the CPU, in fp32 and fp16 (its bf16 is
+# wrong).
+INTERPRETED = "triton" if os.environ.get("TRITON_INTERPRET") == "1" else None
 CASES = [
     pytest.param(
         info.name,
@@ -31,10 +37,23 @@ CASES = [
     for device in DEVICES
     if device in info.device_types
     for dtype in info.dtypes
+] + [
+    pytest.param(INTERPRETED, "cpu", dtype, id=f"interpreted-{str(dtype)[6:]}")
+    for dtype in (torch.float32, torch.float16)
+    if INTERPRETED
 ]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 pytestmark = pytest.mark.parametrize(("name", "device", "dtype"), CASES)
+
+
+@pytest.fixture(autouse=True)
+def _interpreted_backends_serve_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    infos = [
+        replace(info, device_types=("cpu",)) if info.name == INTERPRETED else info
+        for info in backend_infos()
+    ]
+    monkeypatch.setattr(base, "_BACKENDS", tuple(infos))
 
 
 def make_spec(

@@ -43,7 +43,6 @@ def _case(
         "positions": torch.full((num_padded_tokens,), -77),
         "slot_mapping": torch.full((num_padded_tokens,), -77),
         "seq_lens": torch.full((num_reqs,), -77, dtype=torch.int32),
-        "block_tables": torch.full((num_reqs, MAX_BLOCKS), -77, dtype=torch.int32),
     }
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
