@@ -68,9 +68,13 @@ test-fast: $(DEV_READY) ## unit, property and contract tests
 test: $(DEV_READY) clients/node/node_modules ## every test that needs no GPU; starts what it needs
 	$(RUN) -m pytest -m "not gpu" $(ARGS)
 
+# Only files that hold such tests, so that a GPU machine needs torch, triton, transformers and pytest
+# and nothing else; settings of plugins that it lacks are no error there.
+GPU_PYTEST = -W ignore::pytest.PytestConfigWarning $(shell grep -rlE 'mark\.gpu|make_driver' tests --include='test_*.py')
+
 test-gpu: $(DEV_READY) ## the tests marked gpu; fails without a GPU
 	$(RUN) -c 'import torch, triton; assert torch.cuda.is_available(), "no GPU"; print(torch.cuda.get_device_name(0), "torch", torch.__version__, "triton", triton.__version__)'
-	$(RUN) -m pytest -m gpu $(ARGS)
+	$(RUN) -m pytest -m gpu $(GPU_PYTEST) $(ARGS)
 
 test-compose: $(DEV_READY) ## build the images and bring the compose file up with a Docker engine
 	tests/compose/run.sh

@@ -118,7 +118,6 @@ class ResidentSteps:
         self._positions = empty(max_tokens, dtype=torch.int64)
         self._slot_mapping = empty(max_tokens, dtype=torch.int64)
         self._seq_lens = empty(max_num_seqs, dtype=torch.int32)
-        self._block_tables = empty(max_num_seqs, self._table.shape[1], dtype=torch.int32)
         self._sample_hidden = empty(max_num_seqs, model.config.hidden_size, dtype=model.dtype)
         self._results = empty(max_num_seqs, 2, dtype=torch.int32)
         # A decode's starts and tokens are all the device's; its requests have one token each.
@@ -276,7 +275,6 @@ class ResidentSteps:
                 max_samples, max_samples, num_reqs, num_reqs, num_reqs + 1, num_tokens
             )
         seq_lens = self._seq_lens[:num_reqs]
-        block_tables = self._block_tables[:num_reqs]
         slot_mapping, positions = self._slot_mapping[:num_tokens], self._positions[:num_tokens]
         token_ids = self._token_ids[:num_tokens]
         self._prepare(
@@ -294,16 +292,17 @@ class ResidentSteps:
             positions=positions,
             slot_mapping=slot_mapping,
             seq_lens=seq_lens,
-            block_tables=block_tables,
         )
         attention = AttentionInputs(
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
-            block_tables=block_tables,
+            block_tables=self._table,
+            rows=rows,
             slot_mapping=slot_mapping,
             positions=positions,
             max_query_len=1 if body.is_decode else num_tokens,
             max_seq_len=self._max_model_len,
+            max_prefill_reqs=num_reqs,
             num_tokens=num_tokens,
             query_start_loc_host=self._on_host(query_start_loc),
             seq_lens_host=self._on_host(seq_lens),

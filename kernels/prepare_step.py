@@ -13,7 +13,7 @@ import triton.language as tl
 if TYPE_CHECKING:
     import torch
 
-_TILE = 256  # tokens, or table entries, per loop iteration
+_TILE = 256  # tokens per loop iteration
 _TOKENS_PER_PROGRAM = 1024
 
 
@@ -30,12 +30,10 @@ def _prepare_step_kernel(
     positions_ptr,  # [num_padded_tokens] int64, output
     slot_mapping_ptr,  # [num_padded_tokens] int64, output
     seq_lens_ptr,  # [num_reqs] int32, output
-    block_tables_ptr,  # [num_reqs, max_blocks] int32, output
     num_reqs,
     num_padded_tokens,
     state_stride,  # elements between two rows, likewise below
     block_table_stride,
-    block_tables_stride,
     LAST_TOKEN: tl.constexpr,  # columns of the state
     LENGTH: tl.constexpr,
     ACTIVE: tl.constexpr,
@@ -74,15 +72,7 @@ def _prepare_step_kernel(
             length = first_position + num_tokens
             if is_live:
                 tl.store(row_state_ptr + LENGTH, length)
-            seq_len = tl.where(is_live, length, 0)
-            tl.store(seq_lens_ptr + req, seq_len)
-            num_blocks = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
-            out_ptr = block_tables_ptr + req.to(tl.int64) * block_tables_stride
-            for first in range(0, num_blocks, TILE):
-                column = first + tl.arange(0, TILE)
-                mask = column < num_blocks
-                block_id = tl.load(row_table_ptr + column, mask=mask, other=0)
-                tl.store(out_ptr + column, block_id, mask=mask)
+            tl.store(seq_lens_ptr + req, tl.where(is_live, length, 0))
         last = tl.minimum((part + 1) * TOKENS_PER_PROGRAM, num_tokens)
         for first in range(part * TOKENS_PER_PROGRAM, last, TILE):
             offset = first + tl.arange(0, TILE)
@@ -115,9 +105,8 @@ def prepare_step(
     positions: torch.Tensor,
     slot_mapping: torch.Tensor,
     seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
 ) -> None:
-    """Give a step's tokens, positions, slots, lengths and tables, and advance its rows' lengths.
+    """Give a step's tokens, positions, slots and lengths, and advance its rows' lengths.
 
     A request whose row is not active writes nowhere, has length 0, and leaves its row as it is.
 
@@ -138,7 +127,6 @@ def prepare_step(
         positions: [num_tokens] int64, written.
         slot_mapping: [num_tokens] int64, written; -1: the token is written nowhere.
         seq_lens: [num_reqs] int32, written.
-        block_tables: [num_reqs, max_blocks] int32; the entries that each length needs are written.
 
     Raises:
         ValueError: a shape does not match. Rows and block ids are not range-checked here.
@@ -154,11 +142,8 @@ def prepare_step(
             f"known_tokens, token_ids, positions and slot_mapping differ in length: "
             f"{known_tokens.numel()}, {num_tokens}, {positions.numel()}, {slot_mapping.numel()}"
         )
-    if seq_lens.numel() != num_reqs or block_tables.shape[0] != num_reqs:
-        raise ValueError(
-            f"seq_lens and block_tables are for {seq_lens.numel()} and {block_tables.shape[0]} "
-            f"requests, not {num_reqs}"
-        )
+    if seq_lens.numel() != num_reqs:
+        raise ValueError(f"seq_lens is for {seq_lens.numel()} requests, not {num_reqs}")
     _prepare_step_kernel[(num_reqs + 1, triton.cdiv(num_tokens, _TOKENS_PER_PROGRAM))](
         state,
         block_table,
@@ -170,12 +155,10 @@ def prepare_step(
         positions,
         slot_mapping,
         seq_lens,
-        block_tables,
         num_reqs,
         num_tokens,
         state.stride(0),
         block_table.stride(0),
-        block_tables.stride(0),
         LAST_TOKEN=last_token_column,
         LENGTH=length_column,
         ACTIVE=active_column,

@@ -26,7 +26,6 @@ def prepare_step_ref(
     positions: torch.Tensor,
     slot_mapping: torch.Tensor,
     seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
 ) -> None:
     """See `kernels.prepare_step.prepare_step`."""
     for tensor in (token_ids, positions):
@@ -47,8 +46,6 @@ def prepare_step_ref(
         seq_lens[req] = length if is_live else 0
         if is_live:
             state[row, length_column] = length
-            num_blocks = -(-length // block_size)
-            block_tables[req, :num_blocks] = block_table[row, :num_blocks]
         else:
             live_rows[req] = -1
     num_tokens = bounds[-1]

@@ -53,11 +53,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(variant: str, directory: Path) -> Any:
+def make_model(variant: str, directory: Path, **overrides: Any) -> Any:
     """Saves a random model to `directory` and gives transformers' own."""
     family, changes = VARIANTS[variant]
     torch.manual_seed(7)
-    config = getattr(transformers, f"{family}Config")(**{**BASE, **changes})
+    config = getattr(transformers, f"{family}Config")(**{**BASE, **changes, **overrides})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -20,10 +20,17 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.gpu
 
+# Sizes that the kernels serve; everything else of a variant stays.
+SIZES = {"hidden_size": 96, "intermediate_size": 112}
+HEAD_SIZES = {"llama": 64, "llama-mha": 80, "mistral": 96, "qwen3-untied": 128, "qwen2": 256}
 LENGTHS = (70, 33, 16, 1)
 NUM_STEPS = 8
 FREE = RowSampling(temperature=0.8)
 FILTERED = RowSampling(temperature=0.8, top_k=12, top_p=0.9, min_p=0.01)
+
+
+def make_gpu_model(variant: str, path: Path) -> Any:
+    return make_model(variant, path, **SIZES, head_dim=HEAD_SIZES.get(variant, 64))
 
 
 def make_driver(
@@ -60,7 +67,7 @@ def step_logits(driver: StepDriver, **options: Any) -> dict[int, torch.Tensor]:
 def test_logits_are_as_close_to_fp32_as_those_of_transformers(
     variant: str, dtype: str, tmp_path: Path
 ) -> None:
-    exact_model = make_model(variant, tmp_path)
+    exact_model = make_gpu_model(variant, tmp_path)
     driver = make_driver(tmp_path, dtype)
     rows = [driver.add(row + 2, ids) for row, ids in enumerate(prompts(*LENGTHS))]
     got: list[tuple[int, int, torch.Tensor]] = []
@@ -85,7 +92,7 @@ def test_logits_are_as_close_to_fp32_as_those_of_transformers(
 @pytest.mark.parametrize("variant", ["llama-3-rope", "qwen3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_change_no_bit(variant: str, dtype: str, tmp_path: Path) -> None:
-    make_model(variant, tmp_path)
+    make_gpu_model(variant, tmp_path)
     drivers = [make_driver(tmp_path, dtype, enforce_eager=eager) for eager in (False, True)]
     for driver in drivers:
         for row, ids in enumerate(prompts(*LENGTHS)):
@@ -104,7 +111,7 @@ def test_graphs_change_no_bit(variant: str, dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 3])
 def test_replays_over_and_over_give_the_same_tokens(lookahead: int, tmp_path: Path) -> None:
-    make_model("qwen3", tmp_path)
+    make_gpu_model("qwen3", tmp_path)
     outputs: list[list[list[int]]] = []
     driver = make_driver(tmp_path, "bfloat16")
     for _ in range(4):
@@ -122,7 +129,7 @@ def test_replays_over_and_over_give_the_same_tokens(lookahead: int, tmp_path: Pa
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_ordering_steps_neither_waits_nor_allocates(tmp_path: Path) -> None:
-    make_model("qwen3", tmp_path)
+    make_gpu_model("qwen3", tmp_path)
     driver = make_driver(tmp_path, "bfloat16")
     for row, ids in enumerate(prompts(*LENGTHS)):
         driver.add(row, ids, sampling=(GREEDY, FREE, FILTERED, FREE)[row])
@@ -150,7 +157,7 @@ def test_ordering_steps_neither_waits_nor_allocates(tmp_path: Path) -> None:
 
 
 def test_nan_in_one_row_fails_that_row_alone(tmp_path: Path) -> None:
-    make_model("qwen3-untied", tmp_path)
+    make_gpu_model("qwen3-untied", tmp_path)
     driver = make_driver(tmp_path, "bfloat16")
     driver.runner._model.embedding[5] = float("nan")
     rows = [driver.add(row, [7, token, 9]) for row, token in enumerate((8, 5, 10))]
