@@ -245,6 +245,15 @@ class Cluster:
         """Replicas of the model that take work now."""
         return len(self.fleet.ready(self.models[model]))
 
+    def longest_fit(self, model: ServedModel, num_sequences: int) -> int:
+        """The most tokens, prompt and output, that so many sequences can have on a ready replica.
+
+        Without a replica only the model can tell; a request that is longer than what comes then
+        waits, and no replica where it does not fit will take it.
+        """
+        ready, limit = self.fleet.ready(model), model.max_model_len
+        return router.longest_fit(ready, num_sequences, limit=limit) if ready else limit
+
     def audit(self) -> None:
         """Check every replica's pool.
 
@@ -318,15 +327,8 @@ class Cluster:
         return model
 
     def _check_length(self, request: Request, model: ServedModel) -> None:
-        """Refuse what can never run.
-
-        Without a replica only the model can tell; the request then waits, and no replica where it
-        does not fit will take it.
-        """
-        total, limit = request.max_total_tokens, model.max_model_len
-        ready = self.fleet.ready(model)
-        if ready:
-            limit = router.longest_fit(ready, len(request.sequences), limit=limit)
+        """Refuse what can never run."""
+        total, limit = request.max_total_tokens, self.longest_fit(model, len(request.sequences))
         if total <= limit and request.num_prompt_tokens < total:
             return
         raise RequestTooLongError(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# The scheduler believes a request that was retried alone after 8 tokens: more than the steps that
-# can have been in flight at its loss.
-MAX_LOOKAHEAD = 7
+from control_plane.engine_config import MAX_LOOKAHEAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +26,8 @@ class ClusterConfig:
         replica_wait_s: How long a request waits for a replica before it fails as unavailable.
         max_queued_requests: Requests without a row, over all replicas, before new ones are refused.
         max_queued_tokens: Prompt tokens of those requests, likewise.
+        adoption_wait_s: How long a worker that served before waits for its first plan until the
+            prefix index is loaded and checked; what comes later may still be taken over.
         term_gather_s: How long after the start Hellos are awaited before the term is settled.
         audit_interval_s: Least time between two audits, block by block, of an idle replica's pool;
             one takes up to half a second for 100 000 blocks. Their number is checked every time.
@@ -47,6 +47,7 @@ class ClusterConfig:
     replica_wait_s: float = 30.0
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_000_000
+    adoption_wait_s: float = 1.0
     term_gather_s: float = 0.5
     audit_interval_s: float = 60.0
 
@@ -54,7 +55,13 @@ class ClusterConfig:
         for name in ("lease_s", "step_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("replica_wait_s", "term_gather_s", "audit_interval_s", "max_bypass"):
+        for name in (
+            "replica_wait_s",
+            "adoption_wait_s",
+            "term_gather_s",
+            "audit_interval_s",
+            "max_bypass",
+        ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in (

@@ -257,7 +257,6 @@ class EngineCore:
     def _on_step_result(self, message: worker_pb2.StepResult, now: float) -> None:
         columns = decode_step_result(message, vocab_size=self.config.vocab_size)
         if columns.version <= self._reset_version:
-            self.counters.num_stale_messages += 1
             return
         oldest = self._in_flight[0] if self._in_flight else None
         if columns.version != oldest or columns.step != 0:
@@ -292,14 +291,12 @@ class EngineCore:
 
     def _on_nack(self, nack: worker_pb2.Nack) -> None:
         if nack.version <= self._reset_version:
-            self.counters.num_stale_messages += 1
             return
         self.counters.num_nacks += 1
         self._answer_with_reset(f"plan {nack.version} refused: {nack.status.message[:500]}")
 
     def _on_step_failed(self, failed: worker_pb2.StepFailed) -> None:
         if failed.version <= self._reset_version:
-            self.counters.num_stale_messages += 1
             return
         self.counters.num_step_failures += 1
         blamed = self.scheduler.requests_in_flight()

@@ -24,6 +24,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from control_plane.prefix_store import StoreObserver
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
@@ -66,10 +68,54 @@ class LatencyHistogram:
         return family
 
 
-class Metrics:
-    """Counters of the edge. One per process."""
+class StoreMetrics(StoreObserver):
+    """What the prefix store reports of itself.
+
+    Attributes:
+        is_up: Takes writes.
+        num_written: Entries set or removed.
+        num_resyncs: Times that all live entries of a replica were written again.
+        failures: By kind: unreachable, full, read-only, denied, ...
+    """
 
     def __init__(self) -> None:
+        self.is_up = False
+        self.num_written = 0
+        self.num_resyncs = 0
+        self.failures: Counter[str] = Counter()
+
+    def on_state(self, *, available: bool) -> None:
+        self.is_up = available
+
+    def on_written(self, num_entries: int) -> None:
+        self.num_written += num_entries
+
+    def on_failure(self, kind: str) -> None:
+        self.failures[kind] += 1
+
+    def on_resync(self, num_entries: int) -> None:
+        self.num_resyncs += 1
+
+    def families(self) -> Iterable[Metric]:
+        """Everything, as of now."""
+        yield GaugeMetricFamily(
+            _PREFIX + "prefix_store_up", "Whether the prefix store takes writes.", value=self.is_up
+        )
+        yield _counter("prefix_store_writes", "Entries set or removed.", self.num_written)
+        yield _counter("prefix_store_resyncs", "Replicas written anew.", self.num_resyncs)
+        failure = CounterMetricFamily(
+            _PREFIX + "prefix_store_failure", "Operations that failed.", labels=["kind"]
+        )
+        for kind, count in self.failures.items():
+            failure.add_metric([kind], count)
+        yield failure
+
+
+class Metrics:
+    """Counters of the edge and of the prefix store. One per process."""
+
+    def __init__(self) -> None:
+        self.store = StoreMetrics()
         self.time_to_first_token = LatencyHistogram(_TOKEN_BUCKETS)
         self.inter_token_latency = LatencyHistogram(_TOKEN_BUCKETS)
         self.e2e_request_latency = LatencyHistogram(_REQUEST_BUCKETS)
@@ -130,6 +176,7 @@ class Metrics:
         for reason, count in self.failures.items():
             failure.add_metric([reason], count)
         yield failure
+        yield from self.store.families()
         yield from _cluster_families(snapshot)
 
 
@@ -144,11 +191,6 @@ def _cluster_families(snapshot: ClusterSnapshot) -> Iterable[Metric]:
         value=snapshot.num_requests_unplaced,
     )
     yield GaugeMetricFamily(_PREFIX + "term", "Fencing number.", value=snapshot.term)
-    yield GaugeMetricFamily(
-        _PREFIX + "prefix_store_up",
-        "Whether the prefix store answers.",
-        value=snapshot.prefix_store in ("memory", "redis: ok"),
-    )
     yield _counter("replicas_lost", "Replicas lost.", snapshot.num_replicas_lost)
     yield _counter("replays", "Requests handed to a replica again.", snapshot.num_replays)
     # Labels never hold an epoch: it changes with every restart and would grow for ever.
@@ -175,7 +217,7 @@ _Reading = tuple[str, str, "Callable[[ReplicaSnapshot], float]"]
 _REPLICA_GAUGES: tuple[_Reading, ...] = (
     ("replica_ready", "Whether it takes work.", lambda r: r.ready),
     ("num_requests_running", "Sequences that hold a row.", lambda r: r.num_requests_running),
-    ("num_requests_waiting", "Sequences that wait for a row.", lambda r: r.num_requests_waiting),
+    ("num_requests_waiting", "Requests that wait for a row.", lambda r: r.num_requests_waiting),
     ("kv_cache_usage_perc", "Blocks in use, 1 is all of them.", _usage),
     ("kv_cache_blocks", "Blocks that may be handed out.", lambda r: r.usable_blocks),
     ("kv_cache_cached_blocks", "Blocks with a known prefix.", lambda r: r.cached_blocks),
@@ -190,6 +232,9 @@ _REPLICA_COUNTERS: tuple[_Reading, ...] = (
     ("prefix_cache_hits", "Prompt tokens found.", lambda r: r.prefix_hits),
     ("num_preemptions", "Sequences that lost their blocks.", lambda r: r.num_preemptions),
     ("resets", "Resets sent.", lambda r: r.num_resets),
+    ("plans_refused", "Plans that the worker refused.", lambda r: r.num_nacks),
+    ("steps_failed", "Steps that failed on the worker.", lambda r: r.num_step_failures),
+    ("device_time_seconds", "Time of confirmed steps.", lambda r: r.device_time_us / 1e6),
     ("replayed_tokens", "Tokens computed again by replays.", lambda r: r.replayed_tokens),
     ("plans", "Plans sent.", lambda r: r.plans_sent),
     ("plan_bytes", "Bytes of those plans.", lambda r: r.plan_bytes),

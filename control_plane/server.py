@@ -17,7 +17,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from control_plane import health, inference_service, router
+from control_plane import health, inference_service
 from control_plane.cluster import Cluster
 from control_plane.generation import GenerationService
 from control_plane.health import HealthService
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from control_plane.config import ControlPlaneConfig
     from control_plane.errors import InvariantError
-    from control_plane.model_catalog import CatalogModel, ModelCatalog
+    from control_plane.model_catalog import ModelCatalog
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,10 @@ class ControlPlane:
         """
         self._config = config
         self._catalog = catalog
-        self._store = open_prefix_store(config.redis_url, deployment=config.cluster.deployment)
         self.metrics = Metrics()
+        self._store = open_prefix_store(
+            config.redis_url, deployment=config.cluster.deployment, observer=self.metrics.store
+        )
         self.cluster = Cluster(
             config.cluster, [model.served for model in catalog.models.values()], self._store
         )
@@ -67,7 +69,10 @@ class ControlPlane:
         self._health = HealthService()
         self._fatal: asyncio.Future[InvariantError] = asyncio.get_running_loop().create_future()
         builder = RequestBuilder(
-            catalog, self._pool, longest_fit=self._longest_fit, max_n=config.max_n
+            catalog,
+            self._pool,
+            longest_fit=lambda model, n: self.cluster.longest_fit(model.served, n),
+            max_n=config.max_n,
         )
         self._inference = InferenceService(
             catalog=catalog,
@@ -219,12 +224,6 @@ class ControlPlane:
         while True:
             await asyncio.sleep(_READINESS_INTERVAL_S)
             self._health.set(self._ready_models())
-
-    def _longest_fit(self, model: CatalogModel, num_sequences: int) -> int:
-        """What the replicas of a model can hold now; without one, what the model can."""
-        limit = model.served.max_model_len
-        ready = self.cluster.fleet.ready(model.served)
-        return router.longest_fit(ready, num_sequences, limit=limit) if ready else limit
 
     def _on_fatal(self, error: InvariantError) -> None:
         if not self._fatal.done():

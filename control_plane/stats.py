@@ -42,6 +42,9 @@ class ReplicaSnapshot:
     prefix_hits: int
     num_preemptions: int
     num_resets: int
+    num_nacks: int
+    num_step_failures: int
+    device_time_us: int
     replayed_tokens: int
     plans_sent: int
     plan_bytes: int

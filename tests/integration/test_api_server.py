@@ -148,6 +148,26 @@ async def test_metrics_have_the_names_that_dashboards_know(
         assert metric(text, f"pagewire_prefix_cache_queries_total{labels}") == 3
         assert metric(text, f"pagewire_prefix_cache_hits_total{labels}") == 0
         assert metric(text, f"pagewire_num_preemptions_total{labels}") == 0
+        assert metric(text, f"pagewire_plans_refused_total{labels}") == 0
+        assert metric(text, f"pagewire_steps_failed_total{labels}") == 0
+        assert metric(text, f"pagewire_device_time_seconds_total{labels}") > 0
+        assert metric(text, "pagewire_prefix_store_up") == 1
+        assert metric(text, "pagewire_prefix_store_resyncs_total") == 1
+
+
+async def test_metrics_tell_that_the_prefix_store_is_gone(
+    model: CatalogModel, model_dir: Path
+) -> None:
+    with socket.socket() as taken:
+        # Bound and not listening: every connection is refused.
+        taken.bind(("127.0.0.1", 0))
+        url = f"redis://127.0.0.1:{taken.getsockname()[1]}"
+        async with running_api(model, model_dir, redis_url=url) as api:
+            failures = api.control_plane.metrics.store.failures
+            await until(lambda: failures["unreachable"] > 0, what="the store was asked")
+            text = await asyncio.to_thread(scrape, api.control_plane.metrics_port)
+    assert metric(text, "pagewire_prefix_store_up") == 0
+    assert metric(text, 'pagewire_prefix_store_failure_total{kind="unreachable"}') > 0
 
 
 async def test_the_metrics_port_serves_metrics_only(api: Api) -> None:
