@@ -19,6 +19,7 @@ _SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?)", re.IGNORECASE)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 DEVICES = ("auto", "cpu", "cuda")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 _DESCRIPTION = """\
 Serve large language models: a data-plane worker.
@@ -65,6 +66,8 @@ class WorkerConfig:
         max_model_len: Longest sequence, prompt and output.
         max_num_batched_tokens: Tokens one step computes at most.
         attention_backend: A name, or "auto".
+        load_format: One of LOAD_FORMATS.
+        enforce_eager: No CUDA graphs.
         threads: CPU threads of one step.
         grace_s: How long a draining worker waits for its sequences.
         log_level: Of the standard library's names, lower case.
@@ -84,6 +87,8 @@ class WorkerConfig:
     max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
     attention_backend: str = "auto"
+    load_format: str = "auto"
+    enforce_eager: bool = False
     threads: int = 1
     grace_s: float = 30.0
     log_level: str = "info"
@@ -102,6 +107,10 @@ class WorkerConfig:
                 )
         if self.device not in DEVICES:
             raise ValueError(f"--device must be one of {', '.join(DEVICES)}, got {self.device}")
+        if self.load_format not in LOAD_FORMATS:
+            raise ValueError(
+                f"--load-format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format}"
+            )
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ValueError(f"--block-size must be a power of two, got {self.block_size}")
         for name, least in (
@@ -155,6 +164,8 @@ def parse_args(argv: list[str] | None = None) -> WorkerConfig:
             max_model_len=args.max_model_len,
             max_num_batched_tokens=args.max_num_batched_tokens,
             attention_backend=args.attention_backend,
+            load_format=args.load_format,
+            enforce_eager=args.enforce_eager,
             threads=default_threads() if args.threads is None else args.threads,
             grace_s=args.grace_s,
             log_level=args.log_level,
@@ -251,6 +262,18 @@ def _build_parser() -> argparse.ArgumentParser:
         default="auto",
         metavar="NAME",
         help="how attention is computed; auto takes the fastest that can (default: %(default)s)",
+    )
+    device.add_argument(
+        "--load-format",
+        choices=LOAD_FORMATS,
+        default="auto",
+        help="auto prefers safetensors over GGUF; dummy makes random weights from config.json, to "
+        "measure with (the weight file may be empty) (default: %(default)s)",
+    )
+    device.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="order every kernel by itself instead of replaying CUDA graphs: slower, for debugging",
     )
     device.add_argument(
         "--threads",

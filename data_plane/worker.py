@@ -63,7 +63,11 @@ def build_worker(config: WorkerConfig) -> Worker:
         config.threads,
     )
     model = load_model(
-        model_dir, dtype=config.dtype, device=device, progress=_Progress(config.worker_id)
+        model_dir,
+        dtype=config.dtype,
+        device=device,
+        load_format=config.load_format,
+        progress=_Progress(config.worker_id),
     )
     logger.info(
         "model loaded: worker=%s seconds=%.1f", config.worker_id, time.monotonic() - started_s
@@ -100,6 +104,7 @@ def assemble_worker(config: WorkerConfig, model: LoadedModel, fingerprint: bytes
             kv_cache_memory=config.kv_cache_memory,
             gpu_memory_utilization=config.gpu_memory_utilization,
             attention_backend=config.attention_backend,
+            enforce_eager=config.enforce_eager,
         ),
     )
     started_s = time.monotonic()

@@ -22,6 +22,14 @@ def test_defaults_need_nothing_but_a_model(tmp_path: Path) -> None:
     assert config.num_blocks is None
     assert config.replica_id == config.worker_id
     assert config.threads >= 1
+    assert config.load_format == "auto"
+    assert not config.enforce_eager
+
+
+def test_debugging_flags_are_read(tmp_path: Path) -> None:
+    config = parse_args(["--model", str(tmp_path), "--load-format", "dummy", "--enforce-eager"])
+    assert config.load_format == "dummy"
+    assert config.enforce_eager
 
 
 def test_every_process_gets_another_worker_id(tmp_path: Path) -> None:
@@ -60,6 +68,7 @@ def test_malformed_size_is_refused(text: str) -> None:
         (["--worker-id", "a b"], "--worker-id must be 1 to 128"),
         (["--replica-id", "x" * 129], "--replica-id must be 1 to 128"),
         (["--device", "tpu"], "invalid choice: 'tpu'"),
+        (["--load-format", "pickle"], "invalid choice: 'pickle'"),
         (["--block-size", "12"], "--block-size must be a power of two, got 12"),
         (["--num-blocks", "1"], "--num-blocks must be at least 2, got 1"),
         (["--kv-cache-memory", "0"], "--kv-cache-memory must be at least 1, got 0"),
