@@ -12,7 +12,6 @@ import time
 from typing import TYPE_CHECKING, NoReturn
 
 from control_plane import router
-from control_plane.cluster_config import ClusterConfig
 from control_plane.errors import (
     AbortedError,
     InvariantError,
@@ -30,14 +29,13 @@ from control_plane.waiting_room import Live, WaitingRoom
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from control_plane.cluster_config import ClusterConfig
     from control_plane.errors import ServingError
     from control_plane.prefix_store import PrefixStore
     from control_plane.request import Request
     from control_plane.request import Sequence as RequestSequence
     from control_plane.scheduled_step import StepUpdate
     from control_plane.served_model import ServedModel
-
-__all__ = ["Cluster", "ClusterConfig"]
 
 logger = logging.getLogger(__name__)
 

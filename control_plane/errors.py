@@ -10,7 +10,7 @@
     ├── SlowClientError            RESOURCE_EXHAUSTED   the client does not read its stream
     ├── UnavailableError           UNAVAILABLE          carries RetryInfo
     ├── ShuttingDownError          UNAVAILABLE
-    ├── AbortedError               ABORTED              replaced by a resume, or cancelled from within
+    ├── AbortedError               ABORTED              taken over by a resume, or from within
     ├── DeadlineError              DEADLINE_EXCEEDED
     ├── ReplayLimitError           INTERNAL             a request at its third lost worker
     └── ProtocolError              (per reason)         a worker broke the control stream's rules
@@ -34,15 +34,12 @@ class Code(IntEnum):
     DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
     ALREADY_EXISTS = 6
-    PERMISSION_DENIED = 7
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
     ABORTED = 10
-    OUT_OF_RANGE = 11
     UNIMPLEMENTED = 12
     INTERNAL = 13
     UNAVAILABLE = 14
-    UNAUTHENTICATED = 16
 
 
 class InvariantError(RuntimeError):
@@ -78,7 +75,7 @@ class InvalidRequestError(ServingError):
     code = Code.INVALID_ARGUMENT
 
     def __init__(self, message: str, *, field: str, **metadata: object) -> None:
-        super().__init__(message, field=field, **metadata)
+        super().__init__(message, retry_after_s=None, field=field, **metadata)
 
 
 class RequestTooLongError(ServingError):
@@ -154,6 +151,6 @@ class ProtocolError(ServingError):
         code: Code = Code.FAILED_PRECONDITION,
         **metadata: object,
     ) -> None:
-        super().__init__(message, **metadata)
+        super().__init__(message, retry_after_s=None, **metadata)
         self.reason = reason
         self.code = code

@@ -24,20 +24,10 @@ from control_plane.scheduled_step import (
     ScheduledStep,
     StepUpdate,
 )
-from control_plane.scheduler_config import SchedulerConfig
 from control_plane.step_result import check_result, resolve_tokens
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-__all__ = [
-    "AddedSequence",
-    "ResultMismatchError",
-    "ScheduledStep",
-    "Scheduler",
-    "SchedulerConfig",
-    "StepUpdate",
-]
 
 _NO_ROWS: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 _NO_ROWS.setflags(write=False)

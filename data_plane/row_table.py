@@ -20,37 +20,10 @@ from data_plane.plan_draft import PlanDraft
 from data_plane.plan_reader import Limits, read_plan
 from data_plane.plan_refused import PlanRefused, Refusal
 from data_plane.plan_work import order_steps
-from data_plane.step_work import (
-    BlockCopies,
-    Forks,
-    Int32Array,
-    NewRow,
-    PendingStep,
-    RowSampling,
-    StepError,
-    StepOutput,
-    StepRunner,
-    StepWork,
-)
 
 if TYPE_CHECKING:
+    from data_plane.step_work import Int32Array, StepWork
     from protos.pagewire.v1 import worker_pb2
-
-__all__ = [
-    "BlockCopies",
-    "Forks",
-    "Limits",
-    "NewRow",
-    "PendingStep",
-    "PlanRefused",
-    "Refusal",
-    "RowSampling",
-    "RowTable",
-    "StepError",
-    "StepOutput",
-    "StepRunner",
-    "StepWork",
-]
 
 
 class RowTable:

@@ -13,7 +13,8 @@ from fake_model import FakeModelRunner, expected_output
 from fake_worker import FakeWorker
 from google.rpc import error_details_pb2, status_pb2
 
-from control_plane.cluster import Cluster, ClusterConfig
+from control_plane.cluster import Cluster
+from control_plane.cluster_config import ClusterConfig
 from control_plane.memory_prefix_store import MemoryPrefixStore
 from control_plane.request import FinishReason, Request, SamplingParams
 from control_plane.served_model import ServedModel

@@ -18,7 +18,7 @@ from control_plane.request import FinishReason, Sequence
 
 if TYPE_CHECKING:
     from control_plane.block_pool import BlockPool
-    from control_plane.scheduler import ScheduledStep
+    from control_plane.scheduled_step import ScheduledStep
 
 EOS = 7
 VOCAB_SIZE = 12

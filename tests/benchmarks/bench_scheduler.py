@@ -25,10 +25,16 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from typing import TYPE_CHECKING
+
 from control_plane.block_hash import BlockHasher
 from control_plane.kv_cache_manager import KVCacheConfig, KVCacheManager
 from control_plane.request import Request, SamplingParams, Version
-from control_plane.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from control_plane.scheduler import Scheduler
+from control_plane.scheduler_config import SchedulerConfig
+
+if TYPE_CHECKING:
+    from control_plane.scheduled_step import ScheduledStep
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 512

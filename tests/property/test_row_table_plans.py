@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from row_table_tools import snapshot
 from scripted_control_plane import added_row, column
 
-from data_plane.row_table import PlanRefused, RowTable
+from data_plane.plan_refused import PlanRefused
+from data_plane.row_table import RowTable
 from protos.pagewire.v1 import worker_pb2
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN, BUDGET, VOCAB = 25, 4, 4, 32, 12, 64

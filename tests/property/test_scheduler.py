@@ -12,7 +12,9 @@ from simulated_device import EOS, SimulatedDevice, expected_output, kv_before, k
 from control_plane.block_hash import BlockHasher, hash_block, hash_root
 from control_plane.kv_cache_manager import KVCacheConfig, KVCacheManager
 from control_plane.request import FinishReason, Request, SamplingParams, Sequence, Version
-from control_plane.scheduler import ResultMismatchError, Scheduler, SchedulerConfig
+from control_plane.scheduled_step import ResultMismatchError
+from control_plane.scheduler import Scheduler
+from control_plane.scheduler_config import SchedulerConfig
 
 SEED, FINGERPRINT = b"deployment", b"model"
 # Prompts are cut from few texts, so that prefixes are shared by accident as often as not.

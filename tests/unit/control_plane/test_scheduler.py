@@ -9,15 +9,13 @@ from control_plane.block_hash import BlockHasher
 from control_plane.errors import InvariantError, RequestTooLongError
 from control_plane.kv_cache_manager import KVCacheConfig, KVCacheManager
 from control_plane.request import FinishReason, Request, SamplingParams, Version
-from control_plane.scheduler import (
-    ScheduledStep,
-    Scheduler,
-    SchedulerConfig,
-    StepUpdate,
-)
+from control_plane.scheduler import Scheduler
+from control_plane.scheduler_config import SchedulerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from control_plane.scheduled_step import ScheduledStep, StepUpdate
 
 BLOCK_SIZE = 4
 

@@ -10,11 +10,12 @@ from row_table_tools import snapshot
 from scripted_control_plane import added_row, column
 from scripted_control_plane import plan as plan_message
 
-from data_plane.row_table import PlanRefused, Refusal, RowTable
+from data_plane.plan_refused import PlanRefused, Refusal
+from data_plane.row_table import RowTable
 from protos.pagewire.v1 import inference_pb2, worker_pb2
 
 if TYPE_CHECKING:
-    from data_plane.row_table import StepWork
+    from data_plane.step_work import StepWork
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS = 40, 4, 6
 
