@@ -6,7 +6,12 @@ triton, so that a worker without a GPU never does.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def slot_mapping_ref(
@@ -106,3 +111,85 @@ def paged_attention_ref(
         weight = score.masked_fill(~is_seen, -torch.inf).softmax(-1)
         out[start:end] = torch.einsum("hqk,khd->qhd", weight, value).to(out.dtype)
     return out
+
+
+def rms_norm_ref(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """See `kernels.rms_norm.rms_norm`."""
+    if residual is not None:
+        residual.add_(x)
+        x = residual
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return out.copy_((wide * scale * weight.float()).to(out.dtype))
+
+
+def silu_mul_ref(gate_up: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """See `kernels.silu_mul.silu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return out.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def rotary_and_cache_ref(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    inv_freq: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    query: torch.Tensor,
+) -> torch.Tensor:
+    """See `kernels.rotary_and_cache.rotary_and_cache`."""
+    num_tokens, num_heads, head_size = query.shape
+    num_kv_heads = key_cache.shape[2]
+    heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, head_size))
+    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if q_norm is not None and k_norm is not None:
+        q = rms_norm_ref(q, q_norm, eps=eps, out=torch.empty_like(q))
+        k = rms_norm_ref(k, k_norm, eps=eps, out=torch.empty_like(k))
+    angle = positions.float()[:, None, None] * inv_freq
+    cos, sin = angle.cos(), angle.sin()
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.float().chunk(2, dim=-1)
+        turned = (first * cos - second * sin, second * cos + first * sin)
+        return torch.cat(turned, dim=-1).to(x.dtype)
+
+    reshape_and_cache_ref(rotated(k), v, key_cache, value_cache, slot_mapping)
+    return query.copy_(rotated(q))
+
+
+def merge_attention_states_ref(
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> torch.Tensor:
+    """See `kernels.merge_attention_states.merge_attention_states`."""
+    torch.logaddexp(lse_a, lse_b, out=lse)
+    out.zero_()
+    for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):
+        share = torch.where(part_lse == -torch.inf, 0.0, (part_lse - lse).exp())[..., None]
+        out += torch.where(share == 0, 0.0, part.double() * share).to(out.dtype)
+    return out
+
+
+def copy_blocks_ref(
+    kv_caches: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.Tensor
+) -> None:
+    """See `kernels.copy_blocks.copy_blocks`."""
+    for cache in kv_caches:
+        cache[:, dst] = cache[:, src]
