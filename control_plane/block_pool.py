@@ -260,6 +260,17 @@ class BlockPool:
         self._num_free_cached += 1
         return True
 
+    def reorder_free(self, block_ids: Iterable[int]) -> None:
+        """Hand out the free blocks without a hash in this order, behind all others of them.
+
+        Args:
+            block_ids: Each once; what is held or has a hash is skipped.
+        """
+        for block_id in block_ids:
+            if self._ref_cnt[block_id] == 0 and self._hash[block_id] is None:
+                self._unlink(block_id)
+                self._link_last(_UNCACHED, block_id)
+
     def take_changes(self) -> dict[BlockId, tuple[BlockHash, Version] | None]:
         """Permanent entries that came (hash, generation) or went (None) since the last call.
 

@@ -110,6 +110,7 @@ def parse_args(argv: list[str] | None = None) -> ControlPlaneConfig:
                 lease_s=args.lease_s,
                 step_timeout_s=args.step_timeout_s,
                 replica_wait_s=args.replica_wait_s,
+                adoption_wait_s=args.adoption_wait_s,
                 max_queued_requests=args.max_queued_requests,
                 max_queued_tokens=args.max_queued_tokens,
             ),
@@ -249,6 +250,11 @@ def _build_parser() -> argparse.ArgumentParser:
         ("--lease-s", cluster.lease_s, "silence after which a worker counts as gone"),
         ("--step-timeout-s", cluster.step_timeout_s, "longest time of one step of a worker"),
         ("--replica-wait-s", cluster.replica_wait_s, "how long a request waits for a worker"),
+        (
+            "--adoption-wait-s",
+            cluster.adoption_wait_s,
+            "how long a worker that comes back waits for what the store knows of its cache",
+        ),
         ("--grace-s", 30.0, "how long running requests may take to finish after SIGTERM"),
     ):
         limits.add_argument(

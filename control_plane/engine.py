@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# How long, and how often, a store that does not answer is asked for the entries of a replica.
+_LOAD_LIMIT_S = 60.0
+_LOAD_PAUSE_S = 0.2
+
 
 class WorkerStream(Protocol):
     """The control plane's end of one worker's stream."""
@@ -102,6 +106,37 @@ class Engine:
         self._timer: asyncio.TimerHandle | None = None
         self._drain_ends_at = float("inf")
         self._last_sent_s = 0.0
+        self._caches_prefixes = scheduler.kv_cache_manager.config.enable_prefix_caching
+        self._recovery: asyncio.Task[None] | None = None
+
+    # What an earlier process knew.
+
+    def recover(self) -> asyncio.Task[None] | None:
+        """Begin to ask the store for the replica's entries; before the first `attach`.
+
+        Returns:
+            The task; what it raises is a defect of ours.
+        """
+        if self._caches_prefixes:
+            self.core.expect_entries()
+            self._recovery = asyncio.create_task(self._load(), name=f"load {self.replica_id}")
+        return self._recovery
+
+    def close(self) -> None:
+        """The engine is not kept any longer."""
+        if self._recovery is not None:
+            self._recovery.cancel()
+
+    async def _load(self) -> None:
+        # A store that restarts together with this process answers a moment later.
+        give_up_at = self._clock() + _LOAD_LIMIT_S
+        while (entries := await self._store.load(self._scope)) is None:
+            if self._clock() >= give_up_at:
+                entries = {}
+                break
+            await asyncio.sleep(_LOAD_PAUSE_S)
+        self.core.offer_entries(entries)
+        self._wake.set()
 
     # The stream.
 
@@ -115,16 +150,20 @@ class Engine:
         self.facts = facts
         self._stream = stream
         self._drain_ends_at = float("inf")
+        # A worker that applied nothing in this epoch has nothing to find again.
+        asks = self._caches_prefixes and facts.applied_version > 0
         welcome = worker_pb2.Welcome(
             term=term,
             stream_id=stream.stream_id,
             num_blocks=self.shape.num_blocks,
             lookahead=self.core.config.lookahead,
             lease=duration_pb2.Duration(),
+            send_generations=asks,
         )
         welcome.lease.FromNanoseconds(int(self.core.config.lease_s * 1e9))
         self.send(worker_pb2.ControlMessage(welcome=welcome))
-        self.core.attach(facts.applied_version, now)
+        hold_s = self.core.config.adoption_wait_s if asks else None
+        self.core.attach(facts.applied_version, now, hold_s=hold_s)
         self._wake.set()
         self._task = asyncio.create_task(self._run(), name=f"engine {self.replica_id}")
         return self._task
@@ -188,7 +227,10 @@ class Engine:
             if now >= heartbeat_at:
                 self.send(worker_pb2.ControlMessage(heartbeat=worker_pb2.Heartbeat()))
                 heartbeat_at = now + self.core.config.lease_s / 3
-            self._arm_timer(min(self.core.next_check(), self._drain_ends_at, heartbeat_at) - now)
+            times = [self.core.next_check(), self._drain_ends_at, heartbeat_at]
+            if self.core.held_until > now:
+                times.append(self.core.held_until)
+            self._arm_timer(min(times) - now)
             await self._wake.wait()
 
     def _arm_timer(self, delay_s: float) -> None:
@@ -297,6 +339,8 @@ class Engine:
             lookahead=core.config.lookahead,
             generation_tokens=counters.generation_tokens,
             prompt_tokens_sent=counters.prompt_tokens_sent,
+            adopted_blocks=counters.adopted_blocks,
+            refused_entries=counters.refused_entries,
             ready=self.is_ready,
         )
 

@@ -52,3 +52,5 @@ class EngineCounters:
     num_step_failures: int = 0
     generation_tokens: int = 0
     device_time_us: int = 0
+    adopted_blocks: int = 0
+    refused_entries: int = 0

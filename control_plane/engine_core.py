@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from control_plane.engine_config import EngineCounters
 from control_plane.errors import (
@@ -20,8 +20,8 @@ from control_plane.errors import (
     InvariantError,
     ProtocolError,
     ReplayLimitError,
-    ServingError,
 )
+from control_plane.index_recovery import IndexRecovery
 from control_plane.plan import count_prompt_tokens, decode_step_result, encode_plan, malformed
 from control_plane.request import Version
 from control_plane.scheduled_step import ResultMismatchError
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from control_plane.engine_config import EngineConfig
+    from control_plane.engine_output import EngineOutput
     from control_plane.request import BlockHash, BlockId, FinishReason, Request
     from control_plane.request import Sequence as RequestSequence
     from control_plane.scheduled_step import ScheduledStep, StepUpdate
@@ -43,26 +44,6 @@ logger = logging.getLogger(__name__)
 MAX_LOSSES = 3
 # Resets that answer the worker, without a confirmed step between them, that end its stream.
 MAX_RESETS_IN_A_ROW = 3
-
-
-class EngineOutput(Protocol):
-    """Where the core's messages and news go. No method may block or call back into the core."""
-
-    def send(self, message: worker_pb2.ControlMessage) -> None:
-        """Put a message on the worker's stream, behind all earlier ones."""
-        ...
-
-    def advance(self, update: StepUpdate) -> None:
-        """A step was confirmed: new tokens and ends."""
-        ...
-
-    def fail(self, request: Request, error: ServingError) -> None:
-        """The request is forgotten by this replica and must not be replayed."""
-        ...
-
-    def index_changed(self, changes: Mapping[BlockId, tuple[BlockHash, Version] | None]) -> None:
-        """Permanent entries of the prefix index came or went."""
-        ...
 
 
 class EngineCore:
@@ -89,19 +70,32 @@ class EngineCore:
         self._step_since = 0.0
         self._resets_in_a_row = 0
         self._last_audit = float("-inf")
+        # What the store has to offer for this replica: None while that is unknown.
+        self._stored: Mapping[BlockId, tuple[BlockHash, Version]] | None = {}
+        self._recovery: IndexRecovery | None = None
         # Tokens to compute of requests that have not produced any yet, for the router.
         self._unstarted: dict[str, int] = {}
         self.unstarted_tokens = 0
 
     # The stream.
 
-    def attach(self, applied_version: int, now: float) -> None:
+    def attach(self, applied_version: int, now: float, *, hold_s: float | None = None) -> None:
         """Begin on a new stream: the Reset behind its Welcome.
 
         Args:
             applied_version: The highest of any rank's.
             now: Monotonic seconds, as everywhere.
+            hold_s: How long plans may wait until the prefix index is checked against the
+                Generations that Welcome asked for; None: it did not ask.
         """
+        self._recovery = None
+        if hold_s is not None:
+            self._recovery = IndexRecovery(
+                self.scheduler.kv_cache_manager.pool,
+                applied_version=applied_version,
+                hold_until=now + hold_s,
+                stored=self._stored,
+            )
         self.attached = True
         self.draining = False
         self.last_heard = now
@@ -120,6 +114,7 @@ class EngineCore:
             are not among them: they have failed.
         """
         self.attached = False
+        self._recovery = None
         if lost:
             self._mark_lost(self.scheduler.requests_in_flight())
         self._in_flight.clear()
@@ -136,6 +131,14 @@ class EngineCore:
         """
         self.last_heard = now
         kind = message.WhichOneof("message")
+        if self.is_recovering and kind in ("step_result", "nack", "step_failed"):
+            raise ProtocolError(
+                "UNEXPECTED_MESSAGE",
+                f"A message of kind {kind} came before the last of the Generations that Welcome "
+                "asked for.",
+                code=Code.INVALID_ARGUMENT,
+                kind=kind,
+            )
         if kind == "step_result":
             self._on_step_result(message.step_result, now)
         elif kind == "nack":
@@ -146,6 +149,9 @@ class EngineCore:
             pass
         elif kind == "drain":
             self.draining = True
+        elif kind == "generations" and self._recovery is not None and self.is_recovering:
+            self._recovery.take(message.generations)
+            self._settle()
         elif kind is None:
             raise malformed("message", "no known kind of message is set")
         else:
@@ -158,8 +164,10 @@ class EngineCore:
 
     def order_steps(self, now: float) -> None:
         """Send plans until the window is full or there is nothing to compute."""
-        if not self.attached:
+        if not self.attached or now < self.held_until:
             return
+        if self._recovery is not None:
+            self._recovery.end_hold()
         while len(self._in_flight) <= self.config.lookahead:
             step = self.scheduler.schedule(Version(self.sent_version + 1))
             if step is None:
@@ -198,6 +206,41 @@ class EngineCore:
         if not self._in_flight:
             return lease
         return min(lease, self._step_since + self.config.step_timeout_s)
+
+    # The prefix index of an earlier process.
+
+    @property
+    def is_recovering(self) -> bool:
+        """Generations were asked for and have not all arrived."""
+        return self._recovery is not None and not self._recovery.is_complete
+
+    @property
+    def held_until(self) -> float:
+        """Until when no plan is sent, because the prefix index is not checked yet."""
+        return float("-inf") if self._recovery is None else self._recovery.hold_until
+
+    def expect_entries(self) -> None:
+        """The store is being asked: `offer_entries` follows, late or empty-handed."""
+        self._stored = None
+
+    def offer_entries(self, stored: Mapping[BlockId, tuple[BlockHash, Version]]) -> None:
+        """What the store had. Taken over where the worker's generations agree."""
+        self._stored = stored
+        if self._recovery is not None:
+            self._recovery.offer(stored)
+            self._settle()
+
+    def _settle(self) -> None:
+        recovery = self._recovery
+        if recovery is None or not recovery.is_settled:
+            return
+        self._recovery = None
+        self._stored = {}
+        self.counters.adopted_blocks += recovery.num_adopted
+        self.counters.refused_entries += recovery.num_refused
+        numbers = (recovery.num_adopted, recovery.num_refused, self.sent_version)
+        if any(numbers[:2]):
+            logger.info("prefix index recovered: adopted=%d refused=%d sent_version=%d", *numbers)
 
     # Requests.
 

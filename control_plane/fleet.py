@@ -113,6 +113,7 @@ class Fleet:
         self.close()
         for engine in list(self._engines.values()):
             self.lose(engine, shutting_down(), lost=False)
+            engine.close()
         await self.term.close()
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -139,8 +140,7 @@ class Fleet:
         self._geometries[model.name] = facts.geometry
         engine = self._engine_for(facts, model)
         task = engine.attach(facts, stream, term=term)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
+        self._watch(task)
         logger.info(
             "worker attached: worker=%s replica=%s model=%s num_blocks=%d term=%d stream=%s",
             facts.worker_id,
@@ -231,6 +231,7 @@ class Fleet:
                 lease_s=config.lease_s,
                 step_timeout_s=config.step_timeout_s,
                 audit_interval_s=config.audit_interval_s,
+                adoption_wait_s=config.adoption_wait_s,
             ),
             scheduler=build_scheduler(shape, model, config),
             store=self._store,
@@ -238,8 +239,16 @@ class Fleet:
             owner=self,
             clock=self._clock,
         )
+        self._drop(facts.replica_id)
         self._engines[facts.replica_id] = engine
+        if facts.applied_version > 0 and (loading := engine.recover()) is not None:
+            self._watch(loading)
         return engine
+
+    def _drop(self, replica_id: str) -> None:
+        engine = self._engines.pop(replica_id, None)
+        if engine is not None:
+            engine.close()
 
     # Leaving.
 
@@ -262,7 +271,7 @@ class Fleet:
                 "INTERNAL", "Internal error; see the control plane's log.", code=Code.INTERNAL
             )
             self.lose(engine, error, lost=True)
-            self._engines.pop(engine.replica_id, None)
+            self._drop(engine.replica_id)
 
     def stream_closed(self, engine: Engine, stream: WorkerStream) -> None:
         """The worker's end of its stream is gone."""
@@ -298,7 +307,7 @@ class Fleet:
         horizon = self._clock() - _KEEP_LOST_S
         for engine in list(self._engines.values()):
             if engine.facts is None and engine.lost_at < horizon:
-                del self._engines[engine.replica_id]
+                self._drop(engine.replica_id)
 
     # What engines report.
 
@@ -315,6 +324,10 @@ class Fleet:
         with self._failure.guard():
             requests = engine.core.withdraw_waiting()
         self._requests.replay(requests)
+
+    def _watch(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

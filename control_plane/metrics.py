@@ -230,6 +230,8 @@ _REPLICA_GAUGES: tuple[_Reading, ...] = (
 _REPLICA_COUNTERS: tuple[_Reading, ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up.", lambda r: r.prefix_queries),
     ("prefix_cache_hits", "Prompt tokens found.", lambda r: r.prefix_hits),
+    ("adopted_blocks", "Cached blocks taken over from the store.", lambda r: r.adopted_blocks),
+    ("refused_entries", "Index entries that the worker contradicted.", lambda r: r.refused_entries),
     ("num_preemptions", "Sequences that lost their blocks.", lambda r: r.num_preemptions),
     ("resets", "Resets sent.", lambda r: r.num_resets),
     ("plans_refused", "Plans that the worker refused.", lambda r: r.num_nacks),

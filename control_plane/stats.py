@@ -51,6 +51,8 @@ class ReplicaSnapshot:
     lookahead: int
     generation_tokens: int
     prompt_tokens_sent: int
+    adopted_blocks: int
+    refused_entries: int
     ready: bool
 
 

@@ -344,7 +344,7 @@ class GetStatsResponse(_message.Message):
     def __init__(self, replicas: _Optional[_Iterable[_Union[ReplicaStats, _Mapping]]] = ..., num_requests_unplaced: _Optional[int] = ..., term: _Optional[int] = ..., started_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., prefix_store: _Optional[str] = ...) -> None: ...
 
 class ReplicaStats(_message.Message):
-    __slots__ = ("replica_id", "model", "workers", "usable_blocks", "free_blocks", "cached_blocks", "num_requests_running", "num_requests_waiting", "sent_version", "confirmed_version", "replica_epoch", "block_size", "prefix_queries", "prefix_hits", "num_preemptions", "num_resets", "replayed_tokens", "plans_sent", "plan_bytes", "lookahead", "generation_tokens", "prompt_tokens_sent")
+    __slots__ = ("replica_id", "model", "workers", "usable_blocks", "free_blocks", "cached_blocks", "num_requests_running", "num_requests_waiting", "sent_version", "confirmed_version", "replica_epoch", "block_size", "prefix_queries", "prefix_hits", "num_preemptions", "num_resets", "replayed_tokens", "plans_sent", "plan_bytes", "lookahead", "generation_tokens", "prompt_tokens_sent", "adopted_blocks", "refused_entries")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -367,6 +367,8 @@ class ReplicaStats(_message.Message):
     LOOKAHEAD_FIELD_NUMBER: _ClassVar[int]
     GENERATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_SENT_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_ENTRIES_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     model: str
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStats]
@@ -389,7 +391,9 @@ class ReplicaStats(_message.Message):
     lookahead: int
     generation_tokens: int
     prompt_tokens_sent: int
-    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStats, _Mapping]]] = ..., usable_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., sent_version: _Optional[int] = ..., confirmed_version: _Optional[int] = ..., replica_epoch: _Optional[str] = ..., block_size: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_resets: _Optional[int] = ..., replayed_tokens: _Optional[int] = ..., plans_sent: _Optional[int] = ..., plan_bytes: _Optional[int] = ..., lookahead: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., prompt_tokens_sent: _Optional[int] = ...) -> None: ...
+    adopted_blocks: int
+    refused_entries: int
+    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStats, _Mapping]]] = ..., usable_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., sent_version: _Optional[int] = ..., confirmed_version: _Optional[int] = ..., replica_epoch: _Optional[str] = ..., block_size: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_resets: _Optional[int] = ..., replayed_tokens: _Optional[int] = ..., plans_sent: _Optional[int] = ..., plan_bytes: _Optional[int] = ..., lookahead: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., prompt_tokens_sent: _Optional[int] = ..., adopted_blocks: _Optional[int] = ..., refused_entries: _Optional[int] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
     __slots__ = ("worker_id", "rank", "epoch", "backend", "device", "last_message_ms", "draining", "peer")

@@ -1,0 +1,33 @@
+"""What an `EngineCore` tells whoever runs it. Owns nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from control_plane.errors import ServingError
+    from control_plane.request import BlockHash, BlockId, Request, Version
+    from control_plane.scheduled_step import StepUpdate
+    from protos.pagewire.v1 import worker_pb2
+
+
+class EngineOutput(Protocol):
+    """Where the core's messages and news go. No method may block or call back into the core."""
+
+    def send(self, message: worker_pb2.ControlMessage) -> None:
+        """Put a message on the worker's stream, behind all earlier ones."""
+        ...
+
+    def advance(self, update: StepUpdate) -> None:
+        """A step was confirmed: new tokens and ends."""
+        ...
+
+    def fail(self, request: Request, error: ServingError) -> None:
+        """The request is forgotten by this replica and must not be replayed."""
+        ...
+
+    def index_changed(self, changes: Mapping[BlockId, tuple[BlockHash, Version] | None]) -> None:
+        """Permanent entries of the prefix index came or went."""
+        ...
