@@ -162,9 +162,6 @@ class Admission:
             self.num_prefix_hits += num_computed
             if sequence.num_admissions == 0:
                 sequence.num_cached_tokens = num_computed
-            else:
-                sequence.num_replays += 1
-                sequence.num_replayed_tokens += num_known - num_computed
             sequence.num_admissions += 1
             group.append(
                 AddedSequence(

@@ -141,7 +141,6 @@ class Generation:
     ) -> None:
         self.request_id = request_id
         self.seed = built.request.seed
-        self.num_sequences = len(built.processors)
         self._built = built
         self._stream = stream
         self._claim = claim

@@ -186,8 +186,6 @@ class Sequence:
         finish_reason: None while it is live.
         num_cached_tokens: Prefix hits at its first admission.
         num_admissions: Times it was given a row.
-        num_replays: Times it was given a row again after it had lost one.
-        num_replayed_tokens: Tokens that those replays had to compute again.
         block_hashes: Chain over its full blocks of known tokens, as far as it was needed. A cache
             kept by `block_hash.BlockHasher`.
     """
@@ -198,8 +196,6 @@ class Sequence:
         "index",
         "num_admissions",
         "num_cached_tokens",
-        "num_replayed_tokens",
-        "num_replays",
         "output_token_ids",
         "request",
     )
@@ -211,13 +207,16 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.num_cached_tokens = 0
         self.num_admissions = 0
-        self.num_replays = 0
-        self.num_replayed_tokens = 0
         self.block_hashes: list[BlockHash] = []
 
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def num_replays(self) -> int:
+        """Times it was given a row again after it had lost one."""
+        return max(0, self.num_admissions - 1)
 
     @property
     def num_tokens(self) -> int:

@@ -57,7 +57,7 @@ class PlanDraft:
         # Children that sample from their parent's logits in the first step.
         self.sampling_children: list[int] = []
         self._shared_after_step: list[Int32Array] = []
-        # Flat positions in the table of appended ids of rows not in new_tables.
+        # Row, table index and id of what is appended to rows that are not in new_tables.
         self._append_rows: Int32Array = _NO_IDS
         self._append_indices: Int64Array = np.empty(0, np.int64)
         self._append_ids: Int32Array = _NO_IDS
@@ -84,7 +84,7 @@ class PlanDraft:
         self._shared_after_step.clear()
 
     def roll_back(self) -> None:
-        """Undo what `build` changed in place."""
+        """Undo what `apply_deltas` and `share_after_step` changed in place."""
         for ids, sign in reversed(self._held):
             np.subtract.at(self.holders, ids, sign)
 
@@ -167,7 +167,7 @@ class PlanDraft:
 
     def _fork(self, orders: tuple[ForkOrder, ...], version: int) -> Forks:
         rows = self.rows
-        chunk_ends = dict(
+        chunk_tokens = dict(
             zip(
                 self.columns.chunk_rows.tolist(),
                 self.columns.chunk_num_tokens.tolist(),
@@ -182,7 +182,7 @@ class PlanDraft:
             self._require_free("forks.child_row", child)
             num_computed, num_known = int(rows.num_computed[parent]), int(rows.num_known[parent])
             is_prefill = num_computed < num_known
-            ends_prefill = is_prefill and num_computed + chunk_ends.get(parent, 0) == num_known
+            ends_prefill = is_prefill and num_computed + chunk_tokens.get(parent, 0) == num_known
             if (
                 parent in children
                 or (is_prefill and not ends_prefill)

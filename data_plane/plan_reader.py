@@ -1,7 +1,7 @@
 """Plan message to numpy columns: everything about a plan that can be checked without state.
 
 Owns: well-formedness of columns, ranges of rows, block ids, token ids and parameters. Does not
-know: which rows are occupied or which blocks are held; `row_table` checks that.
+know: which rows are occupied or which blocks are held; `plan_draft` checks that.
 """
 
 from __future__ import annotations

@@ -327,11 +327,10 @@ def test_reset_forgets_pending_blocks_and_replays_confirmed_tokens():
     assert step.removed_rows.size == 0
     replayed, fresh = step.added
     assert replayed.token_ids.tolist() == [*range(9), 7, 7]
-    assert replayed.num_hit_blocks == 2
+    assert (replayed.num_hit_blocks, replayed.num_computed_tokens) == (2, 8)
     assert fresh.num_hit_blocks == 0
     sequence = request.sequences[0]
     assert (sequence.num_cached_tokens, sequence.num_replays) == (0, 1)
-    assert sequence.num_replayed_tokens == 3
     assert young.sequences[0].num_replays == 1
 
 
