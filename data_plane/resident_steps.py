@@ -309,11 +309,14 @@ class ResidentSteps:
         )
         metadata = self._backend.build_metadata(attention)
         hidden = self._model.forward_hidden(
-            token_ids, positions, kv_caches, self._backend, metadata
+            token_ids,
+            positions,
+            kv_caches,
+            self._backend,
+            metadata,
+            out=self._sample_hidden[:num_tokens] if body.is_decode else None,
         )
-        if logits_rows is None:
-            self._sample_hidden[:num_tokens].copy_(hidden)
-        else:
+        if logits_rows is not None:
             torch.index_select(hidden, 0, logits_rows, out=self._sample_hidden)
 
     def _run_head(self, head: Head) -> None:

@@ -63,7 +63,8 @@ def _prepare_step_kernel(
         row_state_ptr = state_ptr + row * state_stride
         row_table_ptr = block_table_ptr + row * block_table_stride
         is_live = tl.load(row_state_ptr + ACTIVE) > 0
-        last_token = tl.load(row_state_ptr + LAST_TOKEN)
+        # A row that failed has none to feed.
+        last_token = tl.maximum(tl.load(row_state_ptr + LAST_TOKEN), 0)
         first_position = tl.load(starts_ptr + req)
         if first_position < 0:
             # Such a request has one token, so no other program reads what this one writes.

@@ -40,7 +40,7 @@ def prepare_step_ref(
         start = int(state[row, length_column]) if start < 0 else start
         length = start + end - first
         known = known_tokens[first:end]
-        token_ids[first:end] = known.where(known >= 0, state[row, last_token_column])
+        token_ids[first:end] = known.where(known >= 0, state[row, last_token_column].clamp(min=0))
         for token in range(first, end):
             positions[token] = start + token - first
         seq_lens[req] = length if is_live else 0

@@ -66,7 +66,7 @@ class LlamaModel:
         if not config.tie_word_embeddings:
             head = torch.empty(shape, dtype=dtype, device=device)
         self.lm_head = Linear(head)
-        self._inv_freq = rope_inv_freq(config.rope, config.head_size, device)
+        self.inv_freq = rope_inv_freq(config.rope, config.head_size, device)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the name of each tensor in a checkpoint with the memory it belongs in.
@@ -151,12 +151,20 @@ class LlamaModel:
         kv_caches: Sequence[torch.Tensor],
         backend: AttentionBackend,
         metadata: AttentionMetadata,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Runs all layers; arguments as of `forward`.
 
         Returns:
-            [num_tokens, hidden_size], what `compute_logits` takes.
+            [num_tokens, hidden_size], what `compute_logits` takes; `out` if given.
         """
+        if backend.name == "triton":
+            # Imported where it is used: a worker without a GPU needs no triton.
+            from data_plane.models import fused_forward
+
+            return fused_forward.forward_hidden(
+                self, token_ids, positions, kv_caches, backend, metadata, out
+            )
         config = self.config
         eps = config.rms_norm_eps
         num_tokens = token_ids.shape[0]
@@ -165,7 +173,7 @@ class LlamaModel:
         attended = torch.empty(
             (num_tokens, num_q, head_size), dtype=self.dtype, device=token_ids.device
         )
-        cos, sin = rope_cos_sin(self._inv_freq, positions)
+        cos, sin = rope_cos_sin(self.inv_freq, positions)
         hidden = self.embedding[token_ids]
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             qkv = layer.qkv(_rms_norm(hidden, layer.input_norm, eps))
@@ -183,11 +191,15 @@ class LlamaModel:
             gate_up = layer.gate_up(_rms_norm(hidden, layer.mlp_norm, eps))
             gate, up = gate_up.split(config.intermediate_size, dim=-1)
             hidden = hidden + layer.down(functional.silu(gate) * up)
-        return hidden
+        return hidden if out is None else out.copy_(hidden)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Gives [n, vocab_size] float32 of hidden states [n, hidden_size]."""
+        if self.device.type == "cuda":
+            from data_plane.models import fused_forward
+
+            return self.lm_head(fused_forward.final_norm(self, hidden)).float()
         return self.lm_head(_rms_norm(hidden, self.norm, self.config.rms_norm_eps)).float()
 
 

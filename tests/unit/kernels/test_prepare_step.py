@@ -19,7 +19,8 @@ def _case(
     generator = torch.Generator().manual_seed(0)
     state = torch.randint(0, 1000, (NUM_ROWS + 1, 5), dtype=torch.int32, generator=generator)
     state[:, LENGTH] = torch.tensor([17, 3, 30, 0, 64, 1, 0])
-    # Row 2 has stopped, row 6 is padding.
+    # Row 2 has stopped, without a token; row 6 is padding.
+    state[2, LAST_TOKEN] = -1
     state[:, ACTIVE] = torch.tensor([1, 1, 0, 1, 1, 1, 0])
     table = torch.randint(
         1, 1 << 20, (NUM_ROWS + 1, MAX_BLOCKS), dtype=torch.int32, generator=generator
