@@ -30,6 +30,8 @@ logger = logging.getLogger("control_plane")
 def main(argv: list[str] | None = None) -> int:
     """Run until a signal; returns the exit code."""
     config = parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
     _set_up_logging(config.log_level)
     _set_up_libraries(asks_hub=any(isinstance(m.location, HubModel) for m in config.models))
     # Not before: the tokenizer library takes a second to import, --help should not.
@@ -48,6 +50,16 @@ def main(argv: list[str] | None = None) -> int:
     except InvariantError as error:
         logger.critical("broken invariant: message=%s", error)
         return 1
+
+
+def _leave(number: int, _: object) -> None:
+    """Leave while the model is fetched or loaded: there is nothing to drain.
+
+    Not by the default action, which process 1 of a container does not have, and not by an
+    exception, which a download's threads would hold up.
+    """
+    logging.shutdown()
+    os._exit(0 if number == signal.SIGTERM else 128 + number)
 
 
 def _fetch(location: ModelLocation) -> Path:

@@ -31,6 +31,8 @@ _SWITCH_INTERVAL_S = 2e-4
 def main(argv: list[str] | None = None) -> int:
     """Run until drained or refused; returns the exit code."""
     config = parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
     logging.basicConfig(
         level=config.log_level.upper(),
         format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s",
@@ -43,16 +45,11 @@ def main(argv: list[str] | None = None) -> int:
     from data_plane.step_work import StepError
     from data_plane.worker import build_worker
 
-    # While it loads there is nothing to drain. Not the default action, which process 1 of a
-    # container does not have.
-    signal.signal(signal.SIGTERM, _leave)
     try:
         worker = build_worker(config)
     except (ValueError, OSError, StepError) as error:
         print(f"pagewire-worker: error: {error}", file=sys.stderr)
         return EXIT_CANNOT_START
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     exit_code, has_hung_step = asyncio.run(_run(config, worker))
     if has_hung_step:
         # A device call that never returns would keep the interpreter from shutting down.
@@ -61,8 +58,14 @@ def main(argv: list[str] | None = None) -> int:
     return exit_code
 
 
-def _leave(*_: object) -> None:
-    sys.exit(0)
+def _leave(number: int, _: object) -> None:
+    """Leave while the model is fetched or loaded: there is nothing to drain.
+
+    Not by the default action, which process 1 of a container does not have, and not by an
+    exception, which a download's threads would hold up.
+    """
+    logging.shutdown()
+    os._exit(0 if number == signal.SIGTERM else 128 + number)
 
 
 async def _run(config: WorkerConfig, worker: Worker) -> tuple[int, bool]:

@@ -1,0 +1,56 @@
+"""Both planes leave at once when they are told to while their model is fetched or loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from api_harness import until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def open_for(fifo: Path, writers: list[int]) -> bool:
+    """Open the other end, which succeeds once somebody reads."""
+    try:
+        writers.append(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("plane", ["control_plane", "data_plane"])
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 128 + signal.SIGINT)]
+)
+async def test_a_signal_while_the_model_loads_ends_the_process(
+    plane: str, number: signal.Signals, exit_code: int, tmp_path: Path
+) -> None:
+    # Nobody writes into it, so whoever reads the configuration waits for ever.
+    config = tmp_path / "config.json"
+    os.mkfifo(config)
+    writers: list[int] = []
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", plane, "--model", str(tmp_path)),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        await until(
+            lambda: open_for(config, writers), what="it has come to its model", timeout_s=60.0
+        )
+        process.send_signal(number)
+        _, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        for writer in writers:
+            os.close(writer)
+    assert process.returncode == exit_code
+    assert "Traceback" not in errors.decode()
