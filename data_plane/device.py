@@ -6,6 +6,9 @@ import subprocess
 
 import torch
 
+# bf16 and asynchronous copies into shared memory.
+_MIN_CAPABILITY = (8, 0)
+
 
 class DeviceError(ValueError):
     """The device that was asked for is not there; the message says what is missing."""
@@ -48,4 +51,14 @@ def _missing_for_cuda() -> str | None:
             if build
             else f"torch {torch.__version__} is a build without CUDA"
         )
+    capability = torch.cuda.get_device_capability(0)
+    if capability < _MIN_CAPABILITY:
+        return (
+            f"{torch.cuda.get_device_name(0)} has compute capability {_dotted(capability)}, the "
+            f"kernels need {_dotted(_MIN_CAPABILITY)} or newer"
+        )
     return None
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

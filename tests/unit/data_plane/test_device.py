@@ -24,6 +24,7 @@ def install_driver(
         (directory / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(directory))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: torch_sees)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,17 @@ def test_cuda_without_a_usable_gpu_is_refused_with_what_is_missing(
         resolve_device("cuda")
     assert message in str(refused.value)
     assert "use --device cpu" in str(refused.value)
+
+
+def test_gpu_that_is_too_old_is_refused_with_its_age(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_driver(tmp_path, monkeypatch, LISTS_A_GPU, torch_sees=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
+    with pytest.raises(DeviceError, match=r"Some GPU has compute capability 7\.5, .* need 8\.0"):
+        resolve_device("cuda")
+    assert str(resolve_device("auto")) == "cpu"
 
 
 def test_cpu_is_the_cpu_whatever_else_there_is(

@@ -376,6 +376,7 @@ def test_measured_cache_stays_within_the_share_of_the_gpu(
     )
     free_before, _ = torch.cuda.mem_get_info()
     runner = ModelRunner(model, config)
+    runner.warm_up()
     free, _ = torch.cuda.mem_get_info()
     assert total - free <= max(total * 0.05, total - free_before)
     assert runner.num_blocks > 1000
