@@ -15,6 +15,7 @@ from google.protobuf import duration_pb2
 from control_plane.engine_core import EngineCore
 from control_plane.errors import ProtocolError
 from control_plane.stats import ReplicaSnapshot, WorkerSnapshot
+from control_plane.wake_timer import WakeTimer
 from protos.pagewire.v1 import worker_pb2
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class Engine:
         self._stream: WorkerStream | None = None
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = WakeTimer(self._wake.set)
         self._drain_ends_at = float("inf")
         self._last_sent_s = 0.0
         self._caches_prefixes = scheduler.kv_cache_manager.config.enable_prefix_caching
@@ -173,9 +174,7 @@ class Engine:
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.end(error)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timer.cancel()
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
         self._task = None
@@ -230,23 +229,8 @@ class Engine:
             times = [self.core.next_check(), self._drain_ends_at, heartbeat_at]
             if self.core.held_until > now:
                 times.append(self.core.held_until)
-            self._arm_timer(min(times) - now)
+            self._timer.arm(min(times) - now)
             await self._wake.wait()
-
-    def _arm_timer(self, delay_s: float) -> None:
-        # A timer that fires early costs one look at the clock, so it is moved only to be earlier:
-        # every message renews the lease, and none of them has to touch the timer.
-        loop = asyncio.get_running_loop()
-        when = loop.time() + max(0.0, delay_s)
-        if self._timer is not None:
-            if self._timer.when() <= when:
-                return
-            self._timer.cancel()
-        self._timer = loop.call_at(when, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._wake.set()
 
     # Requests.
 

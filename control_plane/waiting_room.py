@@ -5,11 +5,11 @@ Owns: how long a request waits for a replica. Does not know replicas.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from control_plane.errors import UnavailableError
+from control_plane.wake_timer import WakeTimer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +57,7 @@ class WaitingRoom:
         self._give_up = give_up
         self._clock = clock
         self._until: dict[str, tuple[Live, float]] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = WakeTimer(self._on_timer)
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ class WaitingRoom:
             until = min(until, live.deadline)
         self._until[live.request.req_id] = (live, until)
         self.num_tokens += live.request.num_prompt_tokens
-        self._arm(until)
+        self._timer.arm(until - self._clock())
 
     def remove(self, live: Live) -> None:
         """Forget a request, waiting or not."""
@@ -86,27 +86,15 @@ class WaitingRoom:
 
     def close(self) -> None:
         """Stop the clock."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _arm(self, until: float) -> None:
-        loop = asyncio.get_running_loop()
-        when = loop.time() + max(0.0, until - self._clock())
-        if self._timer is not None:
-            if self._timer.when() <= when:
-                return
-            self._timer.cancel()
-        self._timer = loop.call_at(when, self._on_timer)
+        self._timer.cancel()
 
     def _on_timer(self) -> None:
-        self._timer = None
         now = self._clock()
         for live, until in list(self._until.values()):
             if until <= now:
                 self._give_up(live, self._no_replica(live))
         if self._until:
-            self._arm(min(until for _, until in self._until.values()))
+            self._timer.arm(min(until for _, until in self._until.values()) - now)
 
     def _no_replica(self, live: Live) -> UnavailableError:
         return UnavailableError(
