@@ -8,6 +8,7 @@
 
 VENV := .venv
 BASE_PYTHON ?= python3
+COMPOSE ?= docker compose
 GRPC_TOOLS := grpcio-tools==1.76.0
 PIP_FLAGS := -c constraints.txt --disable-pip-version-check
 
@@ -26,7 +27,8 @@ export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-kill demo-unplug test-fast test test-gpu test-compose check proto \
-	proto-check proto-baseline fmt lint typecheck imports bench up down logs clean
+	proto-check proto-baseline fmt lint typecheck imports bench bench-kernels bench-worker up down \
+	logs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -122,14 +124,20 @@ proto-baseline: $(DEV_READY) ## accept the current protos as the wire to stay co
 bench: $(DEV_READY) ## scheduler cost, plan bytes, demo model against transformers, memory
 	$(RUN) tests/benchmarks/run.py $(ARGS)
 
+bench-kernels: $(DEV_READY) ## GPU kernels against SDPA and the figures to reach
+	$(RUN) tests/benchmarks/bench_kernels.py $(ARGS)
+
+bench-worker: $(DEV_READY) ## one GPU worker alone, on plans from memory
+	$(RUN) tests/benchmarks/bench_worker.py $(ARGS)
+
 up: ## docker compose up, one CPU worker
-	docker compose up -d --build
+	$(COMPOSE) up -d --build
 
 down: ## docker compose down
-	docker compose down
+	$(COMPOSE) down
 
 logs: ## follow the compose logs
-	docker compose logs -f
+	$(COMPOSE) logs -f
 
 clean: ## caches only
 	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info
