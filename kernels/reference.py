@@ -150,7 +150,7 @@ def rotary_and_cache_ref(
     query: torch.Tensor,
 ) -> torch.Tensor:
     """See `kernels.rotary_and_cache.rotary_and_cache`."""
-    num_tokens, num_heads, head_size = query.shape
+    _, num_heads, head_size = query.shape
     num_kv_heads = key_cache.shape[2]
     heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, head_size))
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)

@@ -1,0 +1,125 @@
+"""Draws one token per row by temperature alone: the highest of score plus Gumbel noise.
+
+Noise depends on seed, sequence index, position, purpose and token id, never on how the vocabulary
+is cut, so that a draw is the same in any batch and on any device.
+"""
+
+# Triton turns plain ints into constexpr arguments and takes launch options as keywords; its
+# annotations do not say so.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.launch import let_next_start, wait_for_previous
+
+# What a token id is compared with while none was found.
+NO_ID = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def gumbel(words):
+    """Gumbel noise of random 32-bit words, as `data_plane.sampler` makes it on the CPU."""
+    uniform = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    uniform = tl.minimum(uniform, 0.99999994)
+    # -log1p(-u): the error of 1 - u is divided out. Below 2 ** -24 it is u itself.
+    rest = 1.0 - uniform
+    slope = uniform / tl.where(rest == 1.0, 1.0, 1.0 - rest)
+    exponential = tl.where(rest == 1.0, uniform, -tl.log(rest) * slope)
+    return -tl.log(exponential)
+
+
+@triton.jit
+def gumbel_tile(
+    state_ptr,  # words of the row
+    first_quad,  # first token of the tile / 4
+    PURPOSE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    SEQUENCE_INDEX: tl.constexpr,
+    SEED: tl.constexpr,
+    TILE: tl.constexpr,  # tokens; a power of two, at least 4
+):
+    """[TILE] fp32 noise of consecutive tokens: one counter serves four of them."""
+    low = tl.load(state_ptr + SEED).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(state_ptr + SEED + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+    quad = first_quad + tl.arange(0, TILE // 4)
+    position = quad * 0 + tl.load(state_ptr + LENGTH)
+    sequence = quad * 0 + tl.load(state_ptr + SEQUENCE_INDEX)
+    w0, w1, w2, w3 = tl.philox((high << 32) | low, quad, position, sequence, quad * 0 + PURPOSE)
+    return gumbel(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
+
+
+@triton.jit
+def without_stop_ids(
+    logit,  # [TILE] fp32
+    token,  # [TILE] int32
+    stop_ids_ptr,  # [WIDTH] int32 of this row: used entries first, then -1; -2 - id: disarmed
+    WIDTH: tl.constexpr,
+):
+    """The logits with -inf where a token would stop the row, disarmed ones included."""
+    i = 0
+    stop_id = tl.load(stop_ids_ptr)
+    while stop_id != -1:
+        masked = tl.where(stop_id < -1, -2 - stop_id, stop_id)
+        logit = tl.where(token == masked, float("-inf"), logit)
+        i += 1
+        stop_id = tl.load(stop_ids_ptr + i, mask=i < WIDTH, other=-1)
+    return logit
+
+
+@triton.jit
+def draw_kernel(
+    logits_ptr,  # [num_samples, vocab_size]
+    rows_ptr,  # [num_samples] int32
+    state_ptr,  # [num_rows, num_words] int32
+    stop_ids_ptr,  # [num_rows, WIDTH] int32
+    part_max_ptr,  # [num_samples, num_parts] fp32, output: highest logit; +inf: one is NaN or +inf
+    part_score_ptr,  # [num_samples, num_parts] fp32, output: best score, relative to part_max
+    part_token_ptr,  # [num_samples, num_parts] int32, output: whose it is
+    logits_stride,
+    state_stride,
+    stop_ids_stride,
+    VOCAB: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PURPOSE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    MIN_TOTAL: tl.constexpr,
+    SEQUENCE_INDEX: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    SEED: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # One program per sample and part of the vocabulary.
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    sample = tl.program_id(0)
+    part = tl.program_id(1)
+    row = tl.load(rows_ptr + sample).to(tl.int64)
+    row_ptr = state_ptr + row * state_stride
+    temperature = tl.load(row_ptr + TEMPERATURE).to(tl.float32, bitcast=True)
+    token = part * TILE + tl.arange(0, TILE)
+    # int64: sample * stride passes 2**31 with many rows of a large vocabulary.
+    logit_ptr = logits_ptr + sample.to(tl.int64) * logits_stride + token
+    logit = tl.load(logit_ptr, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+    if tl.load(row_ptr + LENGTH) < tl.load(row_ptr + MIN_TOTAL):
+        logit = without_stop_ids(logit, token, stop_ids_ptr + row * stop_ids_stride, WIDTH)
+    # A NaN makes the row as unusable as +inf does.
+    logit = tl.where(logit != logit, float("inf"), logit)
+    highest = tl.max(logit, 0)
+    # Relative to the highest, where fp32 is finest; infinity has nothing to subtract.
+    is_finite = (highest > float("-inf")) & (highest < float("inf"))
+    score = logit - tl.where(is_finite, highest, 0.0)
+    if temperature > 0:
+        noise = gumbel_tile(
+            row_ptr, part * (TILE // 4), PURPOSE, LENGTH, SEQUENCE_INDEX, SEED, TILE
+        )
+        score = tl.div_rn(score, temperature) + noise
+    best = tl.max(score, 0)
+    out = sample * tl.num_programs(1) + part
+    tl.store(part_max_ptr + out, highest)
+    tl.store(part_score_ptr + out, best)
+    tl.store(part_token_ptr + out, tl.min(tl.where(score == best, token, NO_ID), 0))
