@@ -49,7 +49,9 @@ class CallGuard:
         try:
             return await body
         except asyncio.CancelledError:
-            self._metrics.on_failed("CANCELLED")
+            # gRPC cancels for a deadline as it does for a client that went away.
+            is_late = context.time_remaining() == 0
+            self._metrics.on_failed("DEADLINE_EXCEEDED" if is_late else "CANCELLED")
             raise
         except grpc.aio.AbortError:
             raise

@@ -9,12 +9,14 @@ Owns: names, buckets. Does not know: where the numbers come from.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
+import sys
 import threading
 from bisect import bisect_left
 from collections import Counter
 from http.server import ThreadingHTTPServer
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import (
@@ -33,8 +35,12 @@ if TYPE_CHECKING:
 
     from control_plane.stats import ClusterSnapshot, ReplicaSnapshot
 
+logger = logging.getLogger(__name__)
+
 _PREFIX = "pagewire_"
 _SCRAPE_TIMEOUT_S = 5.0
+_IDLE_TIMEOUT_S = 10.0
+_MAX_CONNECTIONS = 32
 _TOKEN_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
@@ -270,6 +276,32 @@ class _LoopCollector(Collector):
         return list(self._metrics.families(self._stats()))
 
 
+class _ScrapeServer(ThreadingHTTPServer):
+    """A thread per connection, of which there are only so many; nobody may keep one idle."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        super().__init__(*args, **kwargs)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._slots.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log one line, not the library's traceback; a peer that hung up is none."""
+        error = sys.exception()
+        if not isinstance(error, ConnectionError):
+            logger.warning("scrape failed: error=%s", type(error).__name__)
+
+
 class MetricsServer:
     """The HTTP port that Prometheus scrapes. Serves nothing else."""
 
@@ -285,6 +317,8 @@ class MetricsServer:
         registry.register(_LoopCollector(asyncio.get_running_loop(), metrics, stats))
 
         class Handler(MetricsHandler):
+            timeout = _IDLE_TIMEOUT_S
+
             def do_GET(self) -> None:  # noqa: N802 - the base class's name
                 if self.path.partition("?")[0] == "/metrics":
                     super().do_GET()
@@ -293,7 +327,7 @@ class MetricsServer:
 
         Handler.registry = registry
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        server_class = type("Server", (ThreadingHTTPServer,), {"address_family": family})
+        server_class = type("Server", (_ScrapeServer,), {"address_family": family})
         self._server: ThreadingHTTPServer = server_class((host, port), Handler)
         self.port: int = self._server.server_port
         # A short interval: it is what `close` waits for.

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 _READINESS_INTERVAL_S = 0.1
 # Once every request has ended, its last response may still be on its way to the client.
 _LAST_WRITES_S = 5.0
+# Calls of one burst; each costs a few kilobytes until its message is read.
+_MAX_PENDING_CALLS = 1 << 16
 
 
 class PortTakenError(OSError):
@@ -206,6 +208,10 @@ class ControlPlane:
                 ("grpc.keepalive_permit_without_calls", 1),
                 # Clients may ping every 5 seconds, with and without a call.
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                # gRPC's own limit of calls that nobody has looked at yet (1000) ends part of a
+                # burst with a bare CANCELLED. Whom we refuse hears why, and when to try again.
+                ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
+                ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
                 # Two servers on one port would each get some of the clients.
                 ("grpc.so_reuseport", 0),
             )
