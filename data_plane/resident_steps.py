@@ -20,15 +20,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from data_plane import row_state as rs
 from data_plane.attention.base import AttentionInputs
 from data_plane.cuda_graphs import GraphSet, decode_buckets, token_buckets
-from data_plane.sampling_tail import (
-    full_tail,
-    full_tail_is_capturable,
-    needs_full_tail,
-    plain_tail,
-)
+from data_plane.sampling_tail import needs_full_tail, new_sampling_tail
+from data_plane.row_state import LAYOUT
 from data_plane.staging import StagingRing
 
 if TYPE_CHECKING:
@@ -129,6 +124,9 @@ class ResidentSteps:
         )
         self._decode_rows: Int32Array | None = None
         self._prepare = _select_op(device)
+        self._tail = new_sampling_tail(
+            max_num_samples=max_num_seqs, vocab_size=model.config.vocab_size, device=device
+        )
         self._graphs = GraphSet(device) if captures else None
 
     @property
@@ -184,12 +182,7 @@ class ResidentSteps:
             for reqs in self._req_buckets[::-1]
         ]
         sizes = self._row_buckets[::-1]
-        heads = [
-            Head(size, is_full)
-            for is_full in (True, False)
-            for size in sizes
-            if not is_full or full_tail_is_capturable(self._results.device)
-        ]
+        heads = [Head(size, is_full) for is_full in (True, False) for size in sizes]
         return [*heads, *bodies, *(Body(size, size, is_decode=True) for size in sizes)]
 
     def capture(self, part: Body | Head, kv_caches: list[torch.Tensor]) -> None:
@@ -284,9 +277,7 @@ class ResidentSteps:
             starts,
             query_start_loc,
             known,
-            last_token_column=rs.LAST_TOKEN,
-            length_column=rs.LENGTH,
-            active_column=rs.ACTIVE,
+            layout=LAYOUT,
             block_size=self._backend.spec.block_size,
             token_ids=token_ids,
             positions=positions,
@@ -323,8 +314,7 @@ class ResidentSteps:
         size = head.num_samples
         rows = self._staging.device_buffer[:size]
         logits = self._model.compute_logits(self._sample_hidden[:size])
-        tail = full_tail if head.is_full else plain_tail
-        tail(logits, rows, self._row_state, self._results[:size])
+        self._tail(logits, rows, self._row_state, self._results[:size], is_full=head.is_full)
 
     def _padded_tokens(self, num_tokens: int) -> int:
         if self._token_buckets and num_tokens <= self._token_buckets[-1]:

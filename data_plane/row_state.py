@@ -15,6 +15,7 @@ import torch
 
 from data_plane.staging import StagingRing
 from data_plane.step_work import StepError
+from kernels.row_layout import RowLayout
 
 if TYPE_CHECKING:
     from data_plane.step_work import BoolArray, Forks, Int32Array, NewRow
@@ -37,6 +38,20 @@ SEED = 10  # two words, one int64, aligned
 NUM_WORDS = 16
 
 NUM_STEP_WORDS = 3  # what a step writes back
+
+LAYOUT = RowLayout(
+    last_token=LAST_TOKEN,
+    length=LENGTH,
+    active=ACTIVE,
+    min_total=MIN_TOTAL,
+    max_total=MAX_TOTAL,
+    sequence_index=SEQUENCE_INDEX,
+    top_k=TOP_K,
+    temperature=TEMPERATURE,
+    top_p=TOP_P,
+    min_p=MIN_P,
+    seed=SEED,
+)
 
 
 @dataclass(frozen=True, slots=True)

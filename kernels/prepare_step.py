@@ -13,6 +13,8 @@ import triton.language as tl
 if TYPE_CHECKING:
     import torch
 
+    from kernels.row_layout import RowLayout
+
 _TILE = 256  # tokens per loop iteration
 _TOKENS_PER_PROGRAM = 1024
 
@@ -98,9 +100,7 @@ def prepare_step(
     query_start_loc: torch.Tensor,
     known_tokens: torch.Tensor,
     *,
-    last_token_column: int,
-    length_column: int,
-    active_column: int,
+    layout: RowLayout,
     block_size: int,
     token_ids: torch.Tensor,
     positions: torch.Tensor,
@@ -120,9 +120,7 @@ def prepare_step(
             a request of one token.
         query_start_loc: [num_reqs + 1] int32, exclusive prefix sum of tokens per request.
         known_tokens: [num_tokens] int32; -1: the row's last token.
-        last_token_column: Column of `state`, as the two below.
-        length_column: Tokens with KV in the cache.
-        active_column: Positive: the row is active.
+        layout: Columns of `state`; the length counts tokens with KV in the cache.
         block_size: Tokens per block; a power of two.
         token_ids: [num_tokens] int64, written; 0 behind the last request, as positions.
         positions: [num_tokens] int64, written.
@@ -160,9 +158,9 @@ def prepare_step(
         num_tokens,
         state.stride(0),
         block_table.stride(0),
-        LAST_TOKEN=last_token_column,
-        LENGTH=length_column,
-        ACTIVE=active_column,
+        LAST_TOKEN=layout.last_token,
+        LENGTH=layout.length,
+        ACTIVE=layout.active,
         BLOCK_SIZE=block_size,
         TOKENS_PER_PROGRAM=_TOKENS_PER_PROGRAM,
         TILE=_TILE,

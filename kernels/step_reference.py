@@ -9,6 +9,8 @@ from kernels.reference import slot_mapping_ref
 if TYPE_CHECKING:
     import torch
 
+    from kernels.row_layout import RowLayout
+
 
 def prepare_step_ref(
     state: torch.Tensor,
@@ -18,9 +20,7 @@ def prepare_step_ref(
     query_start_loc: torch.Tensor,
     known_tokens: torch.Tensor,
     *,
-    last_token_column: int,
-    length_column: int,
-    active_column: int,
+    layout: RowLayout,
     block_size: int,
     token_ids: torch.Tensor,
     positions: torch.Tensor,
@@ -35,17 +35,17 @@ def prepare_step_ref(
     live_rows = rows.clone()
     for req, row in enumerate(rows.tolist()):
         first, end = bounds[req], bounds[req + 1]
-        is_live = bool(state[row, active_column] > 0)
+        is_live = bool(state[row, layout.active] > 0)
         start = int(starts[req])
-        start = int(state[row, length_column]) if start < 0 else start
+        start = int(state[row, layout.length]) if start < 0 else start
         length = start + end - first
         known = known_tokens[first:end]
-        token_ids[first:end] = known.where(known >= 0, state[row, last_token_column].clamp(min=0))
+        token_ids[first:end] = known.where(known >= 0, state[row, layout.last_token].clamp(min=0))
         for token in range(first, end):
             positions[token] = start + token - first
         seq_lens[req] = length if is_live else 0
         if is_live:
-            state[row, length_column] = length
+            state[row, layout.length] = length
         else:
             live_rows[req] = -1
     num_tokens = bounds[-1]

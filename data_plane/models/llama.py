@@ -141,7 +141,7 @@ class LlamaModel:
         """
         hidden = self.forward_hidden(token_ids, positions, kv_caches, backend, metadata)
         # Only the rows that are sampled pay for the largest matrix.
-        return self.compute_logits(hidden[logits_rows])
+        return self.compute_logits(hidden[logits_rows]).float()
 
     @torch.inference_mode()
     def forward_hidden(
@@ -195,11 +195,15 @@ class LlamaModel:
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Gives [n, vocab_size] float32 of hidden states [n, hidden_size]."""
+        """Gives [n, vocab_size] of hidden states [n, hidden_size].
+
+        float32 on the CPU, the model's dtype on a GPU, where reading them twice as wide would take
+        the sampler twice as long.
+        """
         if self.device.type == "cuda":
             from data_plane.models import fused_forward
 
-            return self.lm_head(fused_forward.final_norm(self, hidden)).float()
+            return self.lm_head(fused_forward.final_norm(self, hidden))
         return self.lm_head(_rms_norm(hidden, self.norm, self.config.rms_norm_eps)).float()
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from data_plane import resident_steps, row_state
+from data_plane import row_state
 from data_plane.cuda_graphs import GraphSet
 from data_plane.resident_steps import Body, Head, ResidentSteps
 
@@ -42,12 +42,12 @@ def _one(runner: ModelRunner, steps: ResidentSteps, batch: int, context: int) ->
         graphs.capture("body without attention", lambda: steps._run_body(body, caches))
     finally:
         runner.backend.forward = forward  # type: ignore[method-assign]
-    tail = resident_steps.plain_tail
+    tail = steps._tail
     try:
-        resident_steps.plain_tail = lambda *_, **__: None  # type: ignore[assignment]
+        steps._tail = lambda *_, **__: None
         graphs.capture("head without sampler", lambda: steps._run_head(head))
     finally:
-        resident_steps.plain_tail = tail
+        steps._tail = tail
     nothing = torch.zeros(1, device=device)
     graphs.capture("empty", lambda: [nothing.add_(1) for _ in range(_EMPTY_KERNELS)] and None)
     _occupy(runner, batch, context)

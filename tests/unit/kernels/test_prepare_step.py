@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.row_layout import RowLayout
 from kernels.step_reference import prepare_step_ref
 
 BLOCK_SIZE, NUM_ROWS, MAX_BLOCKS = 4, 6, 300
 LAST_TOKEN, LENGTH, ACTIVE = 0, 1, 2
+LAYOUT = RowLayout(LAST_TOKEN, LENGTH, ACTIVE, *range(3, 11))
 
 
 def _case(
@@ -64,9 +66,7 @@ def test_prepare_step_equals_reference(
     from kernels.prepare_step import prepare_step
 
     options = {
-        "last_token_column": LAST_TOKEN,
-        "length_column": LENGTH,
-        "active_column": ACTIVE,
+        "layout": LAYOUT,
         "block_size": BLOCK_SIZE,
     }
     actual = _case(device, requests, num_padded_tokens)
@@ -84,6 +84,4 @@ def test_prepare_step_refuses_shapes_that_do_not_match(device: torch.device) -> 
     case = _case(device, [(0, -1, 1), (1, -1, 1)], 2)
     case["starts"] = case["starts"][:1]
     with pytest.raises(ValueError, match="2 rows need as many starts"):
-        prepare_step(
-            **case, last_token_column=0, length_column=1, active_column=2, block_size=BLOCK_SIZE
-        )
+        prepare_step(**case, layout=LAYOUT, block_size=BLOCK_SIZE)
