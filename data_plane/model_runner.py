@@ -154,7 +154,9 @@ class ModelRunner:
         else:
             self._steps = self._new_planned_steps()
         self._copy_staging = StagingRing(num_slots=config.num_slots, num_words=256, device=device)
-        self._results: deque[ResultSlot] = deque()
+        self._results: deque[ResultSlot] = deque(
+            self._new_result_slot() for _ in range(config.num_slots)
+        )
         self._generations: Int64Array = np.zeros(self.kv_cache.num_blocks, np.int64)
 
     @property

@@ -22,8 +22,8 @@ import torch
 
 from data_plane.attention.base import AttentionInputs
 from data_plane.cuda_graphs import GraphSet, decode_buckets, token_buckets
-from data_plane.sampling_tail import needs_full_tail, new_sampling_tail
 from data_plane.row_state import LAYOUT
+from data_plane.sampling_tail import needs_full_tail, new_sampling_tail
 from data_plane.staging import StagingRing
 
 if TYPE_CHECKING:

@@ -103,8 +103,11 @@ class RowState:
         self.min_total: Int32Array = np.zeros(max_num_seqs, np.int32)
         self.num_ids: Int32Array = np.zeros(max_num_seqs, np.int32)
         self.has_filter: BoolArray = np.zeros(max_num_seqs, np.bool_)
+        # Room for all rows at once: growing would allocate on the way of a step.
         self._staging = StagingRing(
-            num_slots=num_slots, num_words=4 * (NUM_WORDS + MAX_STOP_IDS), device=device
+            num_slots=num_slots,
+            num_words=max_num_seqs * (NUM_WORDS + MAX_STOP_IDS + 4) + 16,
+            device=device,
         )
         # On the CPU the device's flags are host memory.
         self._words_host: Int32Array | None = self.words.numpy() if device.type == "cpu" else None
