@@ -68,6 +68,10 @@ class EngineOwner(Protocol):
         """The engine's worker has to go; see `Cluster.lose`."""
         ...
 
+    def step_failed(self, engine: Engine) -> None:
+        """A step failed, and everything the engine holds waits again; it may do so elsewhere."""
+        ...
+
     def withdraw_waiting(self, engine: Engine) -> None:
         """The engine takes no new sequence any more; find other places for what waits."""
         ...
@@ -194,10 +198,13 @@ class Engine:
         """
         if self._stream is not stream:
             return
+        num_step_failures = self.core.counters.num_step_failures
         self.core.receive(message, self._clock())
         self._store.renew(self._scope, self.core.live_entries)
         if message.HasField("drain"):
             self._begin_drain(message.drain)
+        elif self.core.counters.num_step_failures > num_step_failures:
+            self._owner.step_failed(self)
         self._wake.set()
 
     def _begin_drain(self, drain: worker_pb2.Drain) -> None:

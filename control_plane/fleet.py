@@ -319,6 +319,15 @@ class Fleet:
         """Pass a failure on."""
         self._requests.fail(request, error)
 
+    def step_failed(self, engine: Engine) -> None:
+        """A step failed: a sick worker must not use up the retries of what it was given."""
+        with self._failure.guard():
+            requests = engine.core.withdraw_waiting()
+        for request in requests:
+            if request.num_losses:
+                request.avoid = engine.replica_id
+        self._requests.replay(requests)
+
     def withdraw_waiting(self, engine: Engine) -> None:
         """A drain began: what has no row there goes elsewhere."""
         with self._failure.guard():

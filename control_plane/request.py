@@ -263,12 +263,14 @@ class Request:
         arrival: Monotone admission number of this process, kept through preemption and replay.
         sequences: Its `n` continuations.
         num_losses: Lost workers and failed steps while it was in flight.
+        avoid: The replica on which its last step failed, if one did; others are tried first.
     """
 
     __slots__ = (
         "adapter",
         "adapter_version",
         "arrival",
+        "avoid",
         "cache_salt",
         "eos_token_ids",
         "max_total_tokens",
@@ -342,6 +344,7 @@ class Request:
         self.adapter_version = adapter_version
         self.arrival = arrival
         self.num_losses = 0
+        self.avoid = ""
         known = {} if resume is None else resume
         for index in known:
             _check_int("resume.index", index, 0, sampling.n - 1, "It must name one of the n.")

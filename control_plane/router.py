@@ -45,7 +45,8 @@ def choose(request: Request, candidates: Iterable[C]) -> C | None:
     """The replica with the least to compute until the request's next token.
 
     cost = uncached tokens of the request + queued tokens; equal costs go to the less loaded, then
-    to the first by id, so that the choice is the same in every run.
+    to the first by id, so that the choice is the same in every run. Where its last step failed a
+    request goes back to only if it fits nowhere else.
 
     Returns:
         None if it fits nowhere.
@@ -58,6 +59,7 @@ def choose(request: Request, candidates: Iterable[C]) -> C | None:
     return min(
         fitting,
         key=lambda c: (
+            c.replica_id == request.avoid,
             num_tokens - c.num_hit_tokens(request) + c.queued_tokens,
             c.num_live,
             c.replica_id,
