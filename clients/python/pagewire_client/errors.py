@@ -105,6 +105,8 @@ _BY_CODE: dict[grpc.StatusCode, type[PagewireError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
     grpc.StatusCode.CANCELLED: CancelledError,
 }
+# What grpc says of a call that was cancelled on this side; no server of ours ever says CANCELLED.
+_LOCALLY_CANCELLED = "Locally cancelled by application!"
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -141,6 +143,12 @@ def from_rpc_error(error: grpc.RpcError, *, server: str) -> PagewireError:
         return UnavailableError(
             f"Nothing answers at {server} ({details}). Start a control plane there, or name "
             "another server.",
+            code=code,
+        )
+    if code is grpc.StatusCode.CANCELLED and details != _LOCALLY_CANCELLED:
+        return UnavailableError(
+            f"{server} ended the call without a reason, as a server does with what arrives while "
+            "it closes. Try again, or resume.",
             code=code,
         )
     error_class = _BY_CODE.get(code, PagewireError)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from pagewire_client import (
+    CancelledError,
     Client,
     GenerationLog,
     InvalidRequestError,
@@ -24,6 +27,9 @@ from pagewire_client.cli import main
 from pagewire_client.errors import from_status
 
 from protos.pagewire.v1 import inference_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[3]
 # Nothing listens on the discard port of a test machine.
@@ -168,3 +174,39 @@ def test_a_second_resume_carries_what_the_first_one_had() -> None:
     assert [list(entry.token_ids) for entry in second.resume_request().resume] == [[1, 2, 3]]
     # What was resumed may have had nothing left to say.
     assert GenerationLog(first.resume_request()).completion().token_ids == []
+
+
+@pytest.fixture
+def closing_server() -> Iterator[str]:
+    """Ends calls as gRPC does with those that reach a server while it closes, but for "wait"."""
+
+    def end(message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        if b"wait" in message:
+            has_ended = threading.Event()
+            context.add_callback(has_ended.set)
+            has_ended.wait()
+        context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
+        yield b""
+
+    handler = grpc.method_handlers_generic_handler(
+        "pagewire.v1.InferenceService", {"Generate": grpc.unary_stream_rpc_method_handler(end)}
+    )
+    with ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool, handlers=[handler])
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield f"127.0.0.1:{port}"
+        server.stop(None).wait()
+
+
+def test_a_call_that_a_closing_server_ended_can_be_retried(closing_server: str) -> None:
+    with Client(closing_server) as client, pytest.raises(UnavailableError, match="Try again"):
+        client.complete("x")
+
+
+def test_a_call_cancelled_on_this_side_says_so(closing_server: str) -> None:
+    with Client(closing_server) as client:
+        generation = client.generate("wait")
+        generation.cancel()
+        with pytest.raises(CancelledError):
+            generation.result()
