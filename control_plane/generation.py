@@ -12,17 +12,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from control_plane.errors import AbortedError, InvariantError, ServingError
+from control_plane.errors import AbortedError, InvariantError, OverloadedError, ServingError
 from control_plane.live_requests import LiveRequests
 from control_plane.request import FinishReason
 from protos.pagewire.v1 import inference_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Generator
 
     from control_plane.cluster import Cluster
     from control_plane.live_requests import Claim
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from control_plane.output_processor import OutputChunk
     from control_plane.request_builder import BuiltRequest, RequestBuilder
     from control_plane.token_stream import StreamNews, TokenStream
+
+_MAX_HELD_BYTES = 512 << 20
 
 
 @dataclass(slots=True)
@@ -75,6 +77,7 @@ class GenerationService:
         self._metrics = metrics
         self._clock = clock
         self._live = LiveRequests()
+        self._held_bytes = 0
 
     @asynccontextmanager
     async def admit(
@@ -94,35 +97,67 @@ class GenerationService:
         Raises:
             ServingError: It is refused.
         """
-        started = self._clock()
-        # Internal ids are never a client's: two principals may use the same one.
-        req_id = secrets.token_hex(8)
-        built = await self._builder.build(message, req_id=req_id, tenant=principal)
-        request = built.request
-        request_id = message.request_id or f"req-{req_id}"
-        claim = self._live.claim(
-            principal,
-            request_id,
-            replace=bool(message.resume),
-            on_replaced=lambda: self._cluster.abort(request),
-        )
-        try:
-            stream: TokenStream | None = None
-            if not request.is_finished:
-                deadline = None if timeout_s is None else started + timeout_s
-                stream = self._cluster.submit(request, deadline, model=built.model.served.name)
-            generation = Generation(
-                built, stream, request_id, claim, self._cluster, self._metrics, started, self._clock
+        with self._holding(message.ByteSize()):
+            started = self._clock()
+            # Internal ids are never a client's: two principals may use the same one.
+            req_id = secrets.token_hex(8)
+            built = await self._builder.build(message, req_id=req_id, tenant=principal)
+            request = built.request
+            request_id = message.request_id or f"req-{req_id}"
+            claim = self._live.claim(
+                principal,
+                request_id,
+                replace=bool(message.resume),
+                on_replaced=lambda: self._cluster.abort(request),
             )
-            self._metrics.on_admitted(request.num_prompt_tokens)
             try:
-                yield generation
+                stream: TokenStream | None = None
+                if not request.is_finished:
+                    deadline = None if timeout_s is None else started + timeout_s
+                    stream = self._cluster.submit(request, deadline, model=built.model.served.name)
+                generation = Generation(
+                    built,
+                    stream,
+                    request_id,
+                    claim,
+                    self._cluster,
+                    self._metrics,
+                    started,
+                    self._clock,
+                )
+                self._metrics.on_admitted(request.num_prompt_tokens)
+                try:
+                    yield generation
+                finally:
+                    generation.record_end()
             finally:
-                generation.record_end()
+                # Idempotent, and the one place where the end of a call, of any kind, frees its blocks.
+                self._cluster.abort(request)
+                self._live.release(claim)
+
+    @contextmanager
+    def _holding(self, num_bytes: int) -> Generator[None]:
+        """Count a message for as long as its call holds it.
+
+        Tokens say little about that: a message may carry megabytes that no prompt is made of.
+
+        Raises:
+            OverloadedError: Too much is held already.
+        """
+        if self._held_bytes and self._held_bytes + num_bytes > _MAX_HELD_BYTES:
+            raise OverloadedError(
+                f"The messages of live requests hold {self._held_bytes} bytes; the limit is "
+                f"{_MAX_HELD_BYTES}. Try again later.",
+                retry_after_s=1.0,
+                queued=self._held_bytes,
+                limit=_MAX_HELD_BYTES,
+                unit="bytes",
+            )
+        self._held_bytes += num_bytes
+        try:
+            yield
         finally:
-            # Idempotent, and the one place where a call's end, of whatever kind, frees its blocks.
-            self._cluster.abort(request)
-            self._live.release(claim)
+            self._held_bytes -= num_bytes
 
 
 class Generation:

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from api_harness import load_catalog_model, read_all, running_api, until
 
-from control_plane import metrics
+from control_plane import generation, metrics
 from control_plane.cluster_config import ClusterConfig
 from protos.pagewire.v1 import inference_pb2
 
@@ -116,3 +116,35 @@ async def test_a_missed_deadline_is_not_counted_as_a_cancellation(
         await until(lambda: failures["CANCELLED"] == 1, what="the cancellation is counted")
         worker.runner.gate.set()
     assert failures == {"DEADLINE_EXCEEDED": 1, "CANCELLED": 1}
+
+
+async def test_messages_of_live_requests_are_bounded_by_their_bytes(
+    model: CatalogModel, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "_MAX_HELD_BYTES", 3_000_000)
+    # No token of the prompt comes of it: a field that this server does not know.
+    padding = b"\xa2\x06\xc0\x84\x3d" + b"x" * 1_000_000
+    data = (
+        pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=9)).SerializeToString()
+        + padding
+    )
+    async with running_api(model, model_dir) as api, api.ready_worker() as worker:
+        worker.runner.gate.clear()
+        generate = api.channel.unary_stream("/pagewire.v1.InferenceService/Generate")
+        taken: list[Any] = [generate(data), generate(data)]
+        for call in taken:
+            await call.read()
+        refused: Any = generate(data)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await refused.read()
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "bytes" in (error.value.details() or "")
+        taken[0].cancel()
+        await until(
+            lambda: api.control_plane.cluster.stats().num_requests_live == 1, what="one has ended"
+        )
+        again: Any = generate(data)
+        await again.read()
+        worker.runner.gate.set()
+        await asyncio.gather(read_all(taken[1]), read_all(again))
+        await until(api.is_idle, what="every block is free")
