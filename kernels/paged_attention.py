@@ -113,7 +113,20 @@ def _paged_attention_kernel(
         row_sum = tl.zeros([GROUP_PAD], tl.float32)
         row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         base = first_seen // TILE
-        for tile in tl.range(base + first, base + last, num_stages=STAGES):
+        # Tiles before the last one of the sequence are full and need no mask.
+        full_last = tl.minimum(base + last, seq_len // TILE)
+        if WINDOW > 0:
+            full_last = base + first
+        for tile in tl.range(base + first, full_last, num_stages=STAGES):
+            key_index = tile * TILE + tile_row
+            acc, row_sum, row_max = attend_tile(
+                acc, row_sum, row_max, query, head_key_ptr, head_value_ptr, table_ptr,
+                key_index, key_index[None, :] >= 0,
+                key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
+                scale_log2, soft_cap, dim,
+                False, SOFT_CAP, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE,
+            )  # fmt: skip
+        for tile in tl.range(full_last, base + last, num_stages=1):
             key_index = tile * TILE + tile_row
             is_seen = key_index < seq_len
             read_index = tl.minimum(key_index, seq_len - 1)
