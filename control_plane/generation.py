@@ -131,7 +131,7 @@ class GenerationService:
                 finally:
                     generation.record_end()
             finally:
-                # Idempotent, and the one place where the end of a call, of any kind, frees its blocks.
+                # Idempotent; the one place where a call's end, of whatever kind, frees its blocks.
                 self._cluster.abort(request)
                 self._live.release(claim)
 
