@@ -1,7 +1,7 @@
 """Matrix products with weights that stay the same: the seam where a device's own kernels go.
 
 Owns: one weight and how it lies in memory. On CPUs with oneDNN the weight is reordered once, for
-the small batches of decode; elsewhere it is used as it is.
+the small batches of decode; a GPU reads it as it is, with kernels of its own for few rows.
 """
 
 from __future__ import annotations
@@ -55,6 +55,12 @@ class Linear:
         """Multiplies x [num_rows, in_features] into [num_rows, out_features]."""
         if self._packed is None:
             assert self.weight is not None  # only `pack` takes it away
+            if x.is_cuda:
+                # Imported where it is used: a worker without a GPU needs no triton.
+                from kernels.linear import linear
+
+                out = x.new_empty(x.shape[0], self.out_features)
+                return linear(x, self.weight, self.bias, out=out)
             return functional.linear(x, self.weight, self.bias)
         num_rows = x.shape[0]
         if 0 < num_rows < _MIN_ROWS:
