@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
     Reference = Callable[[list[int], int], list[int]]
+
+
+@pytest.fixture
+def idle_gpu() -> None:
+    """For tests that measure how much memory is free: nobody else may be taking it."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("measures free memory of the GPU: run it without -n")
 
 
 @pytest.fixture(scope="session")

@@ -29,21 +29,29 @@ FREE = RowSampling(temperature=0.8)
 FILTERED = RowSampling(temperature=0.8, top_k=12, top_p=0.9, min_p=0.01)
 
 
-def make_gpu_model(variant: str, path: Path) -> Any:
-    return make_model(variant, path, **SIZES, head_dim=HEAD_SIZES.get(variant, 64))
+def make_gpu_model(variant: str, path: Path, **overrides: Any) -> Any:
+    sizes = {**SIZES, "head_dim": HEAD_SIZES.get(variant, 64), **overrides}
+    return make_model(variant, path, **sizes)
 
 
 def make_driver(
-    path: Path, dtype: str, *, block_size: int = 16, enforce_eager: bool = False
+    path: Path,
+    dtype: str,
+    *,
+    block_size: int = 16,
+    enforce_eager: bool = False,
+    max_num_batched_tokens: int = 256,
+    max_model_len: int = 256,
+    num_blocks: int = 120,
 ) -> StepDriver:
     runner = ModelRunner(
         load_model(path, dtype=dtype, device="cuda"),
         RunnerConfig(
             max_num_seqs=8,
-            max_num_batched_tokens=256,
-            max_model_len=256,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
             block_size=block_size,
-            num_blocks=120,
+            num_blocks=num_blocks,
             enforce_eager=enforce_eager,
         ),
     )
@@ -107,6 +115,29 @@ def test_graphs_change_no_bit(variant: str, dtype: str, tmp_path: Path) -> None:
     for a, b in zip(drivers[0].rows.values(), drivers[1].rows.values(), strict=True):
         assert a.token_ids == b.token_ids
         assert len(a.output) == 9
+
+
+@pytest.mark.parametrize("chunk", [None, 700])
+def test_steps_longer_than_any_graph_compute_the_same(chunk: int | None, tmp_path: Path) -> None:
+    exact_model = make_gpu_model("llama-3-rope", tmp_path, max_position_embeddings=4096)
+    driver = make_driver(
+        tmp_path,
+        "float32",
+        max_num_batched_tokens=2050,
+        max_model_len=2048,
+        num_blocks=300,
+    )
+    # 1 500 and 500 tokens: more than a graph holds in one step, or one chunk of each kind.
+    rows = [driver.add(row, ids) for row, ids in enumerate(prompts(1500, 500))]
+    exact_model = exact_model.to("cuda")
+    for _ in range(8):
+        chunks = None
+        if chunk is not None:
+            chunks = {d.row: min(chunk, max(0, d.num_known - d.num_computed)) for d in rows}
+        for row, logits in step_logits(driver, chunks=chunks).items():
+            expected = reference_logits(exact_model, driver.rows[row].token_ids[:-1])[-1].cpu()
+            torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
+    assert all(len(driven.output) >= 6 for driven in rows)
 
 
 @pytest.mark.parametrize("lookahead", [0, 3])

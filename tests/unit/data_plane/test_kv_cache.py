@@ -75,6 +75,7 @@ def test_caches_have_the_backends_shape_and_a_zeroed_null_block() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("idle_gpu")
 def test_gpu_budget_leaves_what_others_use() -> None:
     cuda = torch.device("cuda")
     total = torch.cuda.get_device_properties(cuda).total_memory

@@ -363,6 +363,7 @@ def test_runner_refuses_what_the_model_cannot_hold(models) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("idle_gpu")
 @pytest.mark.parametrize("max_num_batched_tokens", [64, 700])
 def test_measured_cache_stays_within_the_share_of_the_gpu(
     max_num_batched_tokens: int, models, reference
