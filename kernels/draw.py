@@ -21,19 +21,17 @@ NO_ID = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def gumbel(words):
-    """Gumbel noise of random 32-bit words, as `data_plane.sampler` makes it on the CPU."""
-    uniform = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    uniform = tl.minimum(uniform, 0.99999994)
-    # -log1p(-u): the error of 1 - u is divided out. Below 2 ** -24 it is u itself.
-    rest = 1.0 - uniform
-    slope = uniform / tl.where(rest == 1.0, 1.0, 1.0 - rest)
-    exponential = tl.where(rest == 1.0, uniform, -tl.log(rest) * slope)
-    return -tl.log(exponential)
+def exponential(words):
+    """Exponential variates of random 32-bit words; -log of them is the CPU's Gumbel noise."""
+    u = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    u = tl.minimum(u, 0.99999994)
+    # -log1p(-u), whose small values are the large noise: a series where 1 - u would round it away.
+    series = 1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6)))))
+    return tl.where(u < 0.0625, u * series, -tl.log(1.0 - u))
 
 
 @triton.jit
-def gumbel_tile(
+def exponential_tile(
     state_ptr,  # words of the row
     first_quad,  # first token of the tile / 4
     PURPOSE: tl.constexpr,
@@ -42,14 +40,14 @@ def gumbel_tile(
     SEED: tl.constexpr,
     TILE: tl.constexpr,  # tokens; a power of two, at least 4
 ):
-    """[TILE] fp32 noise of consecutive tokens: one counter serves four of them."""
+    """[TILE] fp32 variates of consecutive tokens: one counter serves four of them."""
     low = tl.load(state_ptr + SEED).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(state_ptr + SEED + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
     quad = first_quad + tl.arange(0, TILE // 4)
     position = quad * 0 + tl.load(state_ptr + LENGTH)
     sequence = quad * 0 + tl.load(state_ptr + SEQUENCE_INDEX)
     w0, w1, w2, w3 = tl.philox((high << 32) | low, quad, position, sequence, quad * 0 + PURPOSE)
-    return gumbel(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
+    return exponential(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
 
 
 @triton.jit
@@ -112,14 +110,20 @@ def draw_kernel(
     highest = tl.max(logit, 0)
     # Relative to the highest, where fp32 is finest; infinity has nothing to subtract.
     is_finite = (highest > float("-inf")) & (highest < float("inf"))
-    score = logit - tl.where(is_finite, highest, 0.0)
+    cost = tl.where(is_finite, highest, 0.0) - logit
     if temperature > 0:
-        noise = gumbel_tile(
+        variate = exponential_tile(
             row_ptr, part * (TILE // 4), PURPOSE, LENGTH, SEQUENCE_INDEX, SEED, TILE
         )
-        score = tl.div_rn(score, temperature) + noise
-    best = tl.max(score, 0)
+        # The highest score - log(variate) is the lowest variate * exp(-score): one logarithm less.
+        scale = tl.div_rn(1.4426950408889634, tl.maximum(temperature, 1e-37))
+        # What would overflow cannot win.
+        cost = variate * tl.math.exp2(tl.minimum(cost * scale, 120.0))
+    best = tl.min(cost, 0)
+    best_score = -best
+    if temperature > 0:
+        best_score = -tl.log(best)
     out = sample * tl.num_programs(1) + part
     tl.store(part_max_ptr + out, highest)
-    tl.store(part_score_ptr + out, best)
-    tl.store(part_token_ptr + out, tl.min(tl.where(score == best, token, NO_ID), 0))
+    tl.store(part_score_ptr + out, best_score)
+    tl.store(part_token_ptr + out, tl.min(tl.where(cost == best, token, NO_ID), 0))

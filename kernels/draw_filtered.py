@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.draw import NO_ID, gumbel_tile, without_stop_ids
+from kernels.draw import NO_ID, exponential_tile, without_stop_ids
 from kernels.launch import let_next_start, wait_for_previous
 
 # Noise lies in (-2.82, 22.9): what is further below the best score than this cannot win.
@@ -178,10 +178,10 @@ def draw_filtered_kernel(
                 mass += tl.where(is_before, tl.exp(score), 0.0)
                 can_win = is_before & (score >= _REACH)
                 if tl.max(can_win.to(tl.int32), 0) > 0:
-                    noise = gumbel_tile(
+                    variate = exponential_tile(
                         row_ptr, first // 4, PURPOSE, LENGTH, SEQUENCE_INDEX, SEED, TILE
                     )
-                    noisy = tl.where(can_win, score + noise, float("-inf"))
+                    noisy = tl.where(can_win, score - tl.log(variate), float("-inf"))
                     lane_token = tl.where(noisy > lane_score, token, lane_token)
                     lane_score = tl.maximum(lane_score, noisy)
             total = tl.sum(mass, 0)
