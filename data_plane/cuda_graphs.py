@@ -5,6 +5,7 @@ Owns: captured graphs and the memory they share. Does not know what was captured
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +31,12 @@ def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
     )
 
 
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    # One for the whole process: cuBLAS keeps a workspace for every stream that it has seen.
+    return torch.cuda.Stream(device)
+
+
 class GraphSet:
     """Graphs that run one after the other, never two at once.
 
@@ -39,7 +46,7 @@ class GraphSet:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _capture_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 

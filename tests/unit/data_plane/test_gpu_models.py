@@ -128,7 +128,7 @@ def test_steps_longer_than_any_graph_compute_the_same(chunk: int | None, tmp_pat
         num_blocks=300,
     )
     # 1 500 and 500 tokens: more than a graph holds in one step, or one chunk of each kind.
-    rows = [driver.add(row, ids) for row, ids in enumerate(prompts(1500, 500))]
+    rows = [driver.add(row, ids, max_total=1800) for row, ids in enumerate(prompts(1500, 500))]
     exact_model = exact_model.to("cuda")
     for _ in range(8):
         chunks = None
