@@ -83,6 +83,7 @@ class WorkerAlone:
             "warm_up_s": time.perf_counter() - planned_s,
         }
         self.launch_us: list[float] = []
+        self.device_us = 0
 
     def run(self, prompts: list[list[int]], max_tokens: list[int]) -> tuple[float, list[Event]]:
         """Start time, and per step when its tokens were there and for which requests."""
@@ -99,6 +100,7 @@ class WorkerAlone:
         self.runner.reset()
         self._synchronize()
         self.launch_us.clear()
+        self.device_us = 0
         events: list[Event] = []
         in_flight: deque[tuple[Any, list[int]]] = deque()
         gc.collect()
@@ -117,6 +119,7 @@ class WorkerAlone:
 
     def _collect(self, pending: Any, sampled: list[int], events: list[Event]) -> None:
         output = pending.wait()
+        self.device_us += output.device_time_us
         events.append(
             (
                 time.perf_counter(),
@@ -230,6 +233,7 @@ def measure_throughput(worker: WorkerAlone, repeats: int) -> list[Row]:
                 "output_tok_s": num_outputs / seconds,
                 "total_tok_s": (num_outputs + sum(map(len, prompts))) / seconds,
                 "host_us": statistics.median(worker.launch_us),
+                "device_busy_pct": worker.device_us / seconds / 1e4,
                 "value": num_outputs / seconds,
             }
         )
@@ -253,6 +257,8 @@ def report(rows: list[Row]) -> None:
         notes = "" if is_met else "  MISSED"
         if "floor_pct" in row:
             notes += f"  {row['floor_pct']:.0f} % of the byte floor, host {row['host_us']:.0f} us"
+        if "device_busy_pct" in row:
+            notes += f"  {row['steps']} steps, device busy {row['device_busy_pct']:.0f} %"
         if "matmul_pct" in row:
             notes += f"  {row['matmul_pct']:.0f} % of the matrix ceiling"
         print(
