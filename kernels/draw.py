@@ -51,6 +51,27 @@ def exponential_tile(
 
 
 @triton.jit
+def exponential_of(
+    state_ptr,  # words of the row
+    token,  # [TILE] int32
+    PURPOSE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    SEQUENCE_INDEX: tl.constexpr,
+    SEED: tl.constexpr,
+):
+    """[TILE] fp32 variates of any tokens."""
+    low = tl.load(state_ptr + SEED).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(state_ptr + SEED + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+    quad = token >> 2
+    position = quad * 0 + tl.load(state_ptr + LENGTH)
+    sequence = quad * 0 + tl.load(state_ptr + SEQUENCE_INDEX)
+    w0, w1, w2, w3 = tl.philox((high << 32) | low, quad, position, sequence, quad * 0 + PURPOSE)
+    even = tl.where((token & 2) == 0, w0, w2)
+    odd = tl.where((token & 2) == 0, w1, w3)
+    return exponential(tl.where((token & 1) == 0, even, odd))
+
+
+@triton.jit
 def without_stop_ids(
     logit,  # [TILE] fp32
     token,  # [TILE] int32

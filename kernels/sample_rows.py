@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from kernels.row_layout import RowLayout
 
 _TILE = 4096  # tokens per part
-_FILTER_TILE = 4096
 # Mantissa and exponent bits that a logit of this dtype leaves empty in fp32.
 _EMPTY_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
@@ -108,6 +107,7 @@ class SampleScratch:
         part_max: [max_num_samples * num_parts] fp32.
         part_score: Likewise.
         part_token: [max_num_samples * num_parts] int32.
+        candidates: [max_num_samples * tile] int32: the likeliest tokens of a filtered draw.
         vocab_size: Tokens.
         tile: Tokens per part.
     """
@@ -115,6 +115,7 @@ class SampleScratch:
     part_max: torch.Tensor
     part_score: torch.Tensor
     part_token: torch.Tensor
+    candidates: torch.Tensor
     vocab_size: int
     tile: int
 
@@ -125,13 +126,14 @@ def new_sample_scratch(
     """Allocate what `sample_rows` needs for up to that many samples."""
     num_parts = triton.cdiv(vocab_size, tile)
 
-    def empty(dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(max_num_samples * num_parts, dtype=dtype, device=device)
+    def empty(dtype: torch.dtype, size: int = num_parts) -> torch.Tensor:
+        return torch.empty(max_num_samples * size, dtype=dtype, device=device)
 
     return SampleScratch(
         part_max=empty(torch.float32),
         part_score=empty(torch.float32),
         part_token=empty(torch.int32),
+        candidates=empty(torch.int32, tile),
         vocab_size=vocab_size,
         tile=tile,
     )
@@ -201,6 +203,7 @@ def sample_rows(
             state,
             stop_ids,
             *parts,
+            scratch.candidates,
             *strides,
             VOCAB=vocab_size,
             WIDTH=width,
@@ -214,7 +217,7 @@ def sample_rows(
             MIN_P=layout.min_p,
             SEED=layout.seed,
             SHIFT=_EMPTY_BITS[logits.dtype],
-            TILE=min(_FILTER_TILE, scratch.tile),
+            TILE=scratch.tile,
             num_warps=32,
             **pdl,
         )

@@ -129,7 +129,7 @@ def test_greedy_and_random_rows_draw_what_the_cpu_draws(
     temperature = torch.tensor([0.0, 0.2, 1.0, 3.0] * 3, device=generator.device)
     state.set_floats(rs.TEMPERATURE, temperature)
     logits = _logits(generator, NUM_ROWS, vocab_size, ties=ties)
-    _check(logits, _all_rows(generator), state, is_filtered=is_filtered)
+    _check(logits[:6], _all_rows(generator)[:6], state, is_filtered=is_filtered)
 
 
 @pytest.mark.parametrize("is_filtered", [False, True])
@@ -137,8 +137,8 @@ def test_a_draw_keeps_its_precision_at_any_scale(
     is_filtered: bool, state: Rows, generator: torch.Generator
 ) -> None:
     state.set_floats(rs.TEMPERATURE, 1e-4)
-    logits = _logits(generator, NUM_ROWS, 100) * 1e-4 + 1000.0
-    _check(logits, _all_rows(generator), state, is_filtered=is_filtered)
+    logits = _logits(generator, 3, 100) * 1e-4 + 1000.0
+    _check(logits, _all_rows(generator)[:3], state, is_filtered=is_filtered)
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -173,7 +173,9 @@ def test_filtered_rows_draw_what_the_cpu_draws(
     logits = _logits(generator, NUM_ROWS, 200, ties=ties)
     # Masked tokens have no rank, even if that leaves fewer than top_k.
     logits[3, 2:] = -torch.inf
-    _check(logits, _all_rows(generator), state, is_filtered=True)
+    # In one tile, and with every pass cut into several.
+    tile = 64 if ties else 256
+    _check(logits[:5], _all_rows(generator)[:5], state, is_filtered=True, tile=tile)
 
 
 @pytest.mark.parametrize("is_filtered", [False, True])
