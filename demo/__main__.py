@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from demo.model import ROOT
 from demo.session import Session, run_demo
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from demo.stack import ServingStack
 
 _MAX_TOKENS = 128
@@ -67,22 +66,32 @@ async def _answer(session: Session, stack: ServingStack) -> None:
 def _how_to_call(stack: ServingStack) -> str:
     ports, address = stack.ports, stack.address
     python = _relative(sys.executable)
-    message = '{"role": "user", "content": "Tell me a joke"}'
+    # Beside the interpreter if the package is installed; PYTHON= may be one without it.
+    script = Path(sys.executable).with_name("pagewire")
+    command = (
+        _relative(script)
+        if script.is_file()
+        else f"PYTHONPATH=.:clients/python {python} -m pagewire_client.cli"
+    )
+    message = '{"role": "user", "content": "Name three rivers"}'
     return f"""
 Public gRPC API  {address}
 Workers dial     127.0.0.1:{ports.worker}
 Metrics          http://127.0.0.1:{ports.metrics}/metrics
-Store            {stack.store_url if "@" not in stack.store_url else "as given in STORE"}
+Store            {stack.store_label}
 Logs             {_relative(stack.config.base_dir / "logs")}/
 
 Call it (with KEEP=1 it stays up), from {ROOT}:
-  command line  PYTHONPATH=.:clients/python {python} -m pagewire_client.cli chat \\
-                  --server {address} "Tell me a joke"
-  grpcurl       grpcurl -plaintext -d '{{"chat": {{"messages": [{message}]}}}}' \\
+  command line  {command} chat --server {address} \\
+                  --temperature 0 "Name three rivers"
+                {command} status --server {address}
+  grpcurl       grpcurl -plaintext -d '{{"chat": {{"messages": [{message}]}},
+                  "sampling": {{"temperature": 0}}}}' \\
                   {address} pagewire.v1.InferenceService/Generate
-  Python        from pagewire_client import Client
-                print(Client("{address}").complete([{message}]).text)
-  Node.js       node clients/node/example.js --server {address} "Tell me a joke"
+  Python        from pagewire_client import Client   # in {python}
+                print(Client("{address}").complete([{message}], temperature=0).text)
+  Node.js       (cd clients/node && npm ci)          # once
+                node clients/node/example.js --server {address} "Name three rivers"
 """
 
 

@@ -82,7 +82,7 @@ async def _serve_and_kill(
     replayed = sum(replica.replayed_tokens for replica in stats.replicas)
     replays = sum(record.usage.replays for record in workload.records if record.usage)
     console.write(
-        f"\n{equal}/{len(PROMPTS)} equal to transformers\n"
+        f"\n{equal}/{len(PROMPTS)} streams equal to transformers, token by token\n"
         f"{replays} streams replayed, {replayed} tokens computed again\n"
         f"longest gap between two tokens of a stream: {gap_s:.2f} s\n"
     )

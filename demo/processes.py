@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any
 
+# All calls stay on this machine; where http_proxy is set, gRPC would ask the proxy even for those.
+NO_GRPC_PROXY = "localhost,127.0.0.1"
 _POLL_S = 0.02
 _TAIL_LINES = 20
 _DEATH_WAIT_S = 0.3
@@ -308,6 +310,7 @@ def child_environment(root: Path, base: Mapping[str, str]) -> dict[str, str]:
     return {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "no_grpc_proxy": NO_GRPC_PROXY,
         **base,
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",

@@ -27,7 +27,7 @@ from demo.model import (
     demo_model_dir,
     is_converted,
 )
-from demo.processes import ProcessDiedError
+from demo.processes import NO_GRPC_PROXY, ProcessDiedError
 from demo.stack import ServingStack, StackConfig, choose_device
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class Session:
                 await self._ensure_model(stack, model_dir)
             self.console.say("model", str(model_dir))
             await stack.start_store()
-            self.console.say("store", stack.store_url if settings.store == "valkey" else "")
+            self.console.say("store", stack.store_label)
             yield stack
         finally:
             async with self.console.busy("stopping"):
@@ -216,6 +216,7 @@ def run_demo(title: str, main: Callable[[Session], Awaitable[int]]) -> int:
     1: something failed, and what it was is printed. 130: Ctrl-C.
     """
     console = Console()
+    os.environ.setdefault("no_grpc_proxy", NO_GRPC_PROXY)
     try:
         settings = Settings.from_environment(os.environ)
         choose_device(settings.device)

@@ -109,6 +109,13 @@ class ServingStack:
             return "memory://"
         return f"redis://127.0.0.1:{self.ports.store}/0"
 
+    @property
+    def store_label(self) -> str:
+        """The store for people: never a URL that may hold a password."""
+        if self.store_url == "memory://":
+            return "none: memory of the control plane"
+        return "as given in STORE" if "@" in self.store_url else self.store_url
+
     def client(self) -> AsyncClient:
         return AsyncClient(self.address)
 

@@ -33,11 +33,13 @@ class Demo:
         self.base_dir = base_dir
         self.lines: list[str] = []
         self._news = threading.Condition()
+        environment = child_environment(ROOT, os.environ)
+        del environment["no_grpc_proxy"]  # the demo's own business
         self._process = subprocess.Popen(
             [sys.executable, "-m", "demo"],
             cwd=cwd,
             env={
-                **child_environment(ROOT, os.environ),
+                **environment,
                 "PAGEWIRE_DIR": str(base_dir),
                 "MODEL": str(model_dir),
                 "DEVICE": "cpu",
@@ -125,14 +127,16 @@ def assert_gone(children: dict[str, tuple[int, str]]) -> None:
 
 
 def test_demo_answers_and_stops_everything(demos):
-    demo = demos(WORKERS="2")
+    # A proxy that nobody answers for: nothing on this machine may be called through it.
+    demo = demos(WORKERS="2", http_proxy="http://127.0.0.1:9")
     demo.wait_for("started")
     children = demo.children()
     assert set(children) == {"valkey", "control-plane", "worker-0", "worker-1"}
     assert demo.wait() == 0, demo.text
     assert "Paris" in demo.text
     assert re.search(r"first token .* s after the question", demo.text)
-    for caller in ("pagewire_client.cli", "grpcurl", "from pagewire_client", "node clients/node"):
+    assert re.search(r"pagewire(_client\.cli)? chat --server", demo.text)
+    for caller in ("grpcurl", "from pagewire_client", "node clients/node"):
         assert caller in demo.text
     assert_gone(children)
     assert not (demo.base_dir / "run" / "processes.json").exists()
