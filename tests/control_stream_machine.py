@@ -497,7 +497,8 @@ class ControlStreamMachine(RuleBasedStateMachine):
             if not busy and not self.unplaced:
                 break
             before = [link.engine.confirmed_version for link in busy]
-            for link in busy:
+            # Twice: the first may only bring the Generations that the first plan waits for.
+            for link in (*busy, *busy):
                 if link.is_up:
                     self.round_trip(link)
             if before == [link.engine.confirmed_version for link in busy]:

@@ -177,8 +177,18 @@ async def test_an_id_that_is_live_on_another_call_is_refused(api: Api) -> None:
     async with api.client.generate([5], request_id="0", max_tokens=2000, ignore_eos=True) as first:
         async for _ in first:
             break
-        results = [r async for r in api.client.batch([build_request([5], GREEDY)])]
+        results = [
+            r async for r in api.client.batch([build_request([5], {**GREEDY, "request_id": "0"})])
+        ]
         assert isinstance(results[0].error, DuplicateRequestError)
+
+
+async def test_two_batches_without_ids_do_not_meet(api: Api) -> None:
+    async def batch(first: int) -> list[str]:
+        requests = [build_request([first + i], GREEDY) for i in range(10)]
+        return sorted([r.request_id async for r in api.client.batch(requests) if r.completion])
+
+    assert await asyncio.gather(batch(100), batch(200)) == [list("0123456789")] * 2
 
 
 async def test_two_batches_do_not_disturb_each_other(api: Api) -> None:

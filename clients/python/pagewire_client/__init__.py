@@ -28,6 +28,7 @@ from pagewire_client.results import (
     Output,
     Usage,
 )
+from pagewire_client.resume import ResumePolicy
 
 __all__ = [
     "AbortedError",
@@ -50,6 +51,7 @@ __all__ = [
     "OverloadedError",
     "PagewireError",
     "Prompt",
+    "ResumePolicy",
     "SlowClientError",
     "UnavailableError",
     "UnsupportedFeatureError",

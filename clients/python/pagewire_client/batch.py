@@ -1,43 +1,110 @@
-"""The book-keeping of one batch stream, the same for both clients."""
+"""The book-keeping of one batch over all its streams, the same for both clients.
+
+Owns: ids, what is not answered yet and is sent again after a break. Does not know: calls, pauses.
+"""
 
 from __future__ import annotations
 
 import itertools
+import secrets
+import threading
+from collections import deque
 from typing import TYPE_CHECKING
 
-from pagewire_client.errors import from_status
+from pagewire_client.errors import PagewireError, from_status
 from pagewire_client.results import BatchResult, GenerationLog
 from protos.pagewire.v1 import inference_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+# The server goes away and has not run the request to its end: not an answer to pass on.
+_SHUTTING_DOWN = "SHUTTING_DOWN"
+
 
 class BatchLog:
-    """Gives requests their ids and turns responses into results."""
+    """Gives requests their ids, turns responses into results, and knows what to send again.
 
-    def __init__(self) -> None:
+    Requests without an id are "0", "1", ... to the caller; what travels is unique, since ids of
+    two batches at one server must not meet.
+    """
+
+    def __init__(
+        self, requests: Iterable[inference_pb2.GenerateRequest], *, resumes: bool = True
+    ) -> None:
+        self._requests = iter(requests)
+        self._resumes = resumes
         self._numbers = itertools.count()
+        self._prefix = f"batch-{secrets.token_hex(6)}-"
+        # gRPC reads requests on a thread of each stream, and that of a broken one can still be
+        # waiting for the caller's next request when its successor begins.
+        self._reading = threading.Lock()
+        self._state = threading.Lock()
+        self._attempt = 0
+        self._unanswered: list[inference_pb2.GenerateBatchRequest] = []
+        self._to_send: deque[inference_pb2.GenerateBatchRequest] = deque()
 
-    def number(
-        self, requests: Iterable[inference_pb2.GenerateRequest]
-    ) -> Iterator[inference_pb2.GenerateBatchRequest]:
-        """The messages to send; the caller's requests stay as they are."""
-        for request in requests:
-            yield self.message(request)
+    @property
+    def has_unanswered(self) -> bool:
+        return bool(self._unanswered)
 
-    def message(self, request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateBatchRequest:
-        """One message to send."""
+    def messages(self) -> Iterator[inference_pb2.GenerateBatchRequest]:
+        """The messages of the next stream: what is unanswered first, then what the caller has."""
+        with self._state:
+            self._attempt += 1
+            self._to_send = deque(self._unanswered)
+        for message in self._to_send:
+            if not message.request.resume:
+                # Whatever of it still runs at a server is replaced.
+                message.request.resume.add(index=0)
+        return self._feed(self._attempt)
+
+    def result(self, response: inference_pb2.GenerateBatchResponse) -> BatchResult | PagewireError:
+        """One answer, or the error of a request that is to be sent again."""
+        request_id = response.request_id
+        error = None
+        if response.WhichOneof("result") == "error":
+            error = from_status(response.error)
+            if self._resumes and error.reason == _SHUTTING_DOWN:
+                return error
+        with self._state:
+            for i, message in enumerate(self._unanswered):
+                if message.request.request_id == request_id:
+                    del self._unanswered[i]
+                    break
+        own_id = request_id.removeprefix(self._prefix)
+        if error is not None:
+            return BatchResult(own_id, None, error)
+        log = GenerationLog(inference_pb2.GenerateRequest())
+        log.add(response.response)
+        log.request_id = own_id
+        return BatchResult(own_id, log.completion(), None)
+
+    def _feed(self, attempt: int) -> Iterator[inference_pb2.GenerateBatchRequest]:
+        while True:
+            with self._reading:
+                message = self._next(attempt)
+            if message is None:
+                return
+            yield message
+
+    def _next(self, attempt: int) -> inference_pb2.GenerateBatchRequest | None:
+        with self._state:
+            if attempt != self._attempt:
+                return None
+            if self._to_send:
+                return self._to_send.popleft()
+        request = next(self._requests, None)
+        if request is None:
+            return None
         message = inference_pb2.GenerateBatchRequest(request=request)
         number = next(self._numbers)
         if not message.request.request_id:
-            message.request.request_id = str(number)
-        return message
-
-    def result(self, response: inference_pb2.GenerateBatchResponse) -> BatchResult:
-        """One answer."""
-        if response.WhichOneof("result") == "error":
-            return BatchResult(response.request_id, None, from_status(response.error))
-        log = GenerationLog(inference_pb2.GenerateRequest(request_id=response.request_id))
-        log.add(response.response)
-        return BatchResult(response.request_id, log.completion(), None)
+            message.request.request_id = f"{self._prefix}{number}"
+        with self._state:
+            self._unanswered.append(message)
+            if attempt == self._attempt:
+                return message
+            # The stream broke while the caller was asked: its successor sends this one.
+            self._to_send.append(message)
+            return None

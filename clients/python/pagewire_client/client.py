@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
 
 from pagewire_client.batch import BatchLog
-from pagewire_client.errors import from_rpc_error
+from pagewire_client.errors import PagewireError, from_rpc_error
 from pagewire_client.options import CHANNEL_OPTIONS, DEFAULT_SERVER
 from pagewire_client.requests import (
     GenerateOptions,
@@ -18,30 +20,64 @@ from pagewire_client.requests import (
     build_tokenize_request,
 )
 from pagewire_client.results import BatchResult, Chunk, Completion, GenerationLog, Model, to_model
+from pagewire_client.resume import DEFAULT_RESUME, Outage, ResumePolicy
 from protos.pagewire.v1 import inference_pb2, inference_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
 
 class Generation:
     """A running request: iterate over it for chunks, or ask for `result`.
 
     Leaving the `with` block, or `cancel`, ends the request and frees what it holds on the server.
+    When the stream breaks, it goes on where it was as the client's `ResumePolicy` says.
 
     Attributes:
         log: What was received so far; `log.resume_request()` continues it after a broken stream.
+        num_resumes: How often it did that by itself.
     """
 
-    def __init__(self, call: Any, request: inference_pb2.GenerateRequest, *, server: str) -> None:
-        self._call = call
+    def __init__(
+        self,
+        start: Callable[[inference_pb2.GenerateRequest, float | None], Any],
+        request: inference_pb2.GenerateRequest,
+        *,
+        server: str,
+        outage: Outage,
+    ) -> None:
+        self._start = start
         self._server = server
+        self._outage = outage
+        self._is_cancelled = threading.Event()
         self.log = GenerationLog(request)
+        self.num_resumes = 0
+        self._call = start(request, outage.remaining_s())
 
     def __iter__(self) -> Iterator[Chunk]:
-        with _errors(self._server):
-            for response in self._call:
-                yield from self.log.add(response)
+        while True:
+            try:
+                with _errors(self._server):
+                    for response in self._call:
+                        chunks = self.log.add(response)
+                        if chunks:
+                            self._outage.over()
+                        yield from chunks
+                return
+            except PagewireError as error:
+                self._resume_after(error)
+
+    def _resume_after(self, error: PagewireError) -> None:
+        """Send the rest of the request again, or raise the error."""
+        log = self.log
+        pause_s = self._outage.pause_s(error, has_begun=log.has_begun, has_tokens=log.has_tokens)
+        # Waits for the cancellation, so that it is heard at once.
+        if pause_s is None or self._is_cancelled.wait(pause_s):
+            raise error
+        self.num_resumes += 1
+        self._call = self._start(log.resume_request(), self._outage.remaining_s())
+        if self._is_cancelled.is_set():
+            self._call.cancel()
 
     def result(self) -> Completion:
         """Wait for the end; all of it.
@@ -54,6 +90,7 @@ class Generation:
         return self.log.completion()
 
     def cancel(self) -> None:
+        self._is_cancelled.set()
         self._call.cancel()
 
     def __enter__(self) -> Self:
@@ -73,14 +110,24 @@ class Client:
     Every method raises a subclass of `PagewireError`.
     """
 
-    def __init__(self, server: str = DEFAULT_SERVER, *, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        server: str = DEFAULT_SERVER,
+        *,
+        timeout_s: float | None = None,
+        resume: ResumePolicy | None = DEFAULT_RESUME,
+    ) -> None:
         """Connect on the first call.
 
         Args:
             server: host:port of the public API.
             timeout_s: Limit of every call that does not bring its own.
+            resume: How calls go on when the server goes away in their midst; None: they fail.
         """
         self.server = server
+        self._resume = resume
+        # An address at which nobody ever answered is a mistake, not an outage.
+        self._was_reached = False
         self._timeout_s = timeout_s
         self._channel = grpc.insecure_channel(server, options=CHANNEL_OPTIONS)
         self._stub: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
@@ -104,8 +151,12 @@ class Client:
         self, request: inference_pb2.GenerateRequest, *, timeout_s: float | None = None
     ) -> Generation:
         """Start a request in its wire form, such as `GenerationLog.resume_request` returns."""
-        call = self._stub.Generate(request, timeout=self._timeout(timeout_s))
-        return Generation(call, request, server=self.server)
+        return Generation(
+            lambda request, timeout_s: self._stub.Generate(request, timeout=timeout_s),
+            request,
+            server=self.server,
+            outage=Outage(self._resume, self._timeout(timeout_s)),
+        )
 
     def batch(
         self,
@@ -115,19 +166,39 @@ class Client:
     ) -> Iterator[BatchResult]:
         """Run many requests over one stream; results come as they finish.
 
+        After a break, what was not answered is sent again over a new stream; that needs a client
+        that the server has answered before.
+
         Args:
             requests: From `build_request`. Read as fast as the server takes them; those without an
                 id get one: "0", "1", ... in order.
             timeout_s: Limit of the whole batch.
         """
-        log = BatchLog()
-        call = self._stub.GenerateBatch(log.number(requests), timeout=self._timeout(timeout_s))
-        try:
-            with _errors(self.server):
-                for response in call:
-                    yield log.result(response)
-        finally:
-            call.cancel()
+        log = BatchLog(requests, resumes=self._resume is not None)
+        outage = Outage(self._resume, self._timeout(timeout_s))
+        while True:
+            broken: PagewireError | None = None
+            call = self._stub.GenerateBatch(log.messages(), timeout=outage.remaining_s())
+            try:
+                with self._answered():
+                    for response in call:
+                        self._was_reached = True
+                        result = log.result(response)
+                        if isinstance(result, PagewireError):
+                            broken = result
+                        else:
+                            outage.over()
+                            yield result
+                if broken is None or not log.has_unanswered:
+                    return
+            except PagewireError as error:
+                broken = error
+            finally:
+                call.cancel()
+            pause_s = outage.pause_s(broken, has_begun=self._was_reached, has_tokens=True)
+            if pause_s is None:
+                raise broken
+            time.sleep(pause_s)
 
     def tokenize(
         self,
@@ -139,7 +210,7 @@ class Client:
     ) -> list[int]:
         """Ids of a text or conversation, as `generate` would see them."""
         request = build_tokenize_request(prompt, model, add_special_tokens)
-        with _errors(self.server):
+        with self._answered():
             response = self._stub.Tokenize(request, timeout=self._timeout(timeout_s))
         return list(response.token_ids)
 
@@ -153,20 +224,20 @@ class Client:
     ) -> str:
         """The text of ids."""
         request = build_detokenize_request(token_ids, model, skip_special_tokens)
-        with _errors(self.server):
+        with self._answered():
             return self._stub.Detokenize(request, timeout=self._timeout(timeout_s)).text
 
     def models(self, *, timeout_s: float | None = None) -> list[Model]:
         """The served models."""
         request = inference_pb2.ListModelsRequest()
-        with _errors(self.server):
+        with self._answered():
             response = self._stub.ListModels(request, timeout=self._timeout(timeout_s))
         return [to_model(model) for model in response.models]
 
     def stats(self, *, timeout_s: float | None = None) -> inference_pb2.GetStatsResponse:
         """A snapshot of replicas, blocks and queues."""
         request = inference_pb2.GetStatsRequest()
-        with _errors(self.server):
+        with self._answered():
             return self._stub.GetStats(request, timeout=self._timeout(timeout_s))
 
     def close(self) -> None:
@@ -177,6 +248,12 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def _answered(self) -> Generator[None]:
+        with _errors(self.server):
+            yield
+            self._was_reached = True
 
     def _timeout(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout_s

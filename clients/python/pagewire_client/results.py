@@ -153,7 +153,20 @@ class GenerationLog:
             entry.token_ids.extend(output.token_ids)
             if output.finish_reason is not None:
                 entry.finish_reason = reasons[output.finish_reason]
+        if not request.resume:
+            # Nothing was received yet; the entry says that this takes the id over all the same.
+            request.resume.add(index=0)
         return request
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the server has answered: it names id and seed before any token."""
+        return self.seed is not None
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether any output was received."""
+        return any(output.token_ids for output in self.outputs.values())
 
     def completion(self) -> Completion:
         """All of it, once the stream has ended."""
