@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.path.insert(0, str(Path(__file__).parent))
     import bench_scheduler
 
-    print(f"python {platform.python_version()}, {os.cpu_count()} cores, {platform.processor()}, "
+    print(f"python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}, "
           f"load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}")  # fmt: skip
     bench_scheduler.main([])
     report: dict[str, object] = {"date": time.strftime("%Y-%m-%d")}
