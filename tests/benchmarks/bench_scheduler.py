@@ -179,7 +179,8 @@ def main(argv: list[str] | None = None) -> None:
         f"{cpu}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
         f"Python {platform.python_version()}, numpy {np.__version__}"
     )
-    print(f"{options.steps} steps, prompts of {PROMPT_TOKENS} tokens, blocks of {BLOCK_SIZE}; ms; peer: vLLM 0.24")
+    print(f"{options.steps} steps, prompts of {PROMPT_TOKENS} tokens, blocks of {BLOCK_SIZE}")
+    print("ms; the peer is vLLM 0.24")
     print("rows  schedule  update    step  (mean)    peer  peer/ours  admission  peer/ours")
     results = [measure(rows, options.steps) for rows in PEER_STEP_MS]
     for one in results:
