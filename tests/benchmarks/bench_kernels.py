@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import random
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import triton
+from kernel_timing import DEVICE, copy_bandwidth, goal_of, show, timed
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -45,9 +45,8 @@ from kernels.silu_mul import silu_mul
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Launch = Callable[[int], object]
+    from kernel_timing import Launch
 
-DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16
 SCALE = HEAD_SIZE**-0.5
@@ -76,54 +75,6 @@ PREFILLS: dict[tuple[int, int], tuple[float, float] | None] = {
 }
 DELTA_US = (5.0, 3.0)
 MAX_SETS = 64
-
-
-def timed(launch: Launch, num_sets: int, *, budget_s: float = 0.1) -> float:
-    """Median µs of one launch inside a graph; launch(i) works on set i."""
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for i in range(min(3, num_sets)):
-            launch(i)
-        stream.synchronize()
-        started = time.perf_counter()
-        launch(0)
-        stream.synchronize()
-        once_s = time.perf_counter() - started
-    count = num_sets * max(1, min(64, int(2e-3 / max(once_s, 1e-6))) // num_sets)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for i in range(count):
-            launch(i % num_sets)
-    for _ in range(2):
-        graph.replay()
-    torch.cuda.synchronize()
-    samples: list[float] = []
-    end = time.perf_counter() + budget_s
-    while len(samples) < 5 or (time.perf_counter() < end and len(samples) < 50):
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
-        graph.replay()
-        after.record()
-        after.synchronize()
-        samples.append(before.elapsed_time(after) * 1e3 / count)
-    return statistics.median(samples)
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second of a large copy, read and written."""
-    src = torch.randn(1 << 29, device=DEVICE)
-    dst = torch.empty_like(src)
-    samples: list[float] = []
-    for _ in range(12):
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
-        for _ in range(5):
-            dst.copy_(src)
-        after.record()
-        after.synchronize()
-        samples.append(before.elapsed_time(after) / 5e3)
-    return 2 * src.nbytes / statistics.median(samples)
 
 
 class Paged:
@@ -258,7 +209,7 @@ def attention_rows(bandwidth: float) -> list[dict[str, Any]]:
         us = timed(case.decode(), case.num_sets)
         share = batch * context * TOKEN_BYTES / us * 1e6 / bandwidth
         row = {"what": f"decode {batch} x {context}", "us": us, "share": share}
-        rows.append(row | sdpa_times(case, is_causal=False) | _goal(goal, us, share))
+        rows.append(row | sdpa_times(case, is_causal=False) | goal_of(goal, us, share))
         del case
         torch.cuda.empty_cache()
     for (batch, length), goal in PREFILLS.items():
@@ -267,7 +218,7 @@ def attention_rows(bandwidth: float) -> list[dict[str, Any]]:
         # Two products over half of the square.
         tflops = 2 * batch * length * length * HEADS * HEAD_SIZE / us / 1e6
         row = {"what": f"prefill {batch} x {length}", "us": us, "tflops": tflops}
-        rows.append(row | sdpa_times(case, is_causal=True) | _goal(goal, us, tflops))
+        rows.append(row | sdpa_times(case, is_causal=True) | goal_of(goal, us, tflops))
         del case
         torch.cuda.empty_cache()
     return rows
@@ -282,7 +233,7 @@ def ragged_rows(bandwidth: float) -> list[dict[str, Any]]:
         us = timed(case.decode(), case.num_sets)
         share = sum(lens) * TOKEN_BYTES / us * 1e6 / bandwidth
         row = {"what": f"decode {batch} x 16..8192", "us": us, "share": share}
-        rows.append(row | _goal(goal, us, share))
+        rows.append(row | goal_of(goal, us, share))
         plan = new_decode_plan(
             max_num_reqs=batch,
             num_heads=HEADS,
@@ -298,16 +249,6 @@ def ragged_rows(bandwidth: float) -> list[dict[str, Any]]:
     return rows
 
 
-def _goal(goal: tuple[float, float] | None, us: float, rate: float) -> dict[str, Any]:
-    """Must and aim: of the time where the aim is the smaller number, of the rate otherwise."""
-    if goal is None:
-        return {}
-    must, aim = goal
-    is_time = aim < must
-    met, reached = (us <= must, us <= aim) if is_time else (rate >= must, rate >= aim)
-    return {"must": must, "aim": aim, "met": met, "aim_reached": reached}
-
-
 def delta_rows() -> list[dict[str, Any]]:
     """256 rows get one block each, the commit of a step at a block boundary; the kernel alone."""
     table = torch.zeros(257, 2048, dtype=torch.int32, device=DEVICE)
@@ -317,7 +258,7 @@ def delta_rows() -> list[dict[str, Any]]:
 
     delta = (column(range(256)), column(range(256)), column(range(257)), column(range(1, 257)))
     us = timed(lambda _: apply_block_table_delta(table, *delta), 1)
-    return [{"what": "delta of 256 rows", "us": us} | _goal(DELTA_US, us, 0.0)]
+    return [{"what": "delta of 256 rows", "us": us} | goal_of(DELTA_US, us, 0.0)]
 
 
 def sampling_rows(count: int) -> list[dict[str, Any]]:
@@ -433,22 +374,6 @@ def layer_rows() -> list[dict[str, Any]]:
             for name, launch in launches.items()
         ]
     return rows
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        line = f"{row['what']:<44}{row['us']:>10.1f} us"
-        if "share" in row:
-            line += f"{row['share']:>8.0%}"
-        if "tflops" in row:
-            line += f"{row['tflops']:>6.0f} TFLOP/s"
-        for name in ("sdpa_cudnn_us", "sdpa_flash_us", "torch_us"):
-            if row.get(name) is not None:
-                line += f"  {name[:-3]} {row[name]:.1f}"
-        if "must" in row:
-            verdict = "aim reached" if row["aim_reached"] else "met" if row["met"] else "MISSED"
-            line += f"  must {row['must']:g} aim {row['aim']:g}: {verdict}"
-        print(line, flush=True)
 
 
 def main() -> None:
