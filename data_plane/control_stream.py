@@ -62,7 +62,7 @@ class StreamOptions:
         address: host:port of the control plane's worker port.
         grace_s: How long a draining worker waits for its rows.
         backoff_min_s: Delay before the first retry; it doubles, with jitter, until a Welcome.
-        backoff_max_s: Its limit.
+        backoff_max_s: Its limit; a control plane that comes back waits this long for its workers.
         keepalive_s: Interval of HTTP/2 pings, and how long an answer may take. They find a dead
             peer or a cut network while nothing is to be said. The server has to allow them: see
             `grpc.http2.min_ping_interval_without_data_ms`.
@@ -71,7 +71,7 @@ class StreamOptions:
     address: str
     grace_s: float = 30.0
     backoff_min_s: float = 0.1
-    backoff_max_s: float = 5.0
+    backoff_max_s: float = 1.0
     keepalive_s: float = 5.0
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
  * Client of a Pagewire server.
  *
  * Owns: loading the protos, turning failures into PagewireError, ending a call whose reader went
- * away. Does not know: retries, and resuming a stream that broke (GenerateRequest.resume says how).
+ * away, going on with a stream that broke. Does not know: retries of other calls.
  *
  * Messages are plain objects with the proto's field names in camelCase; enums are their names,
  * 64-bit integers are decimal strings, and an `optional` field that is not set is absent.
@@ -11,6 +11,7 @@
 import { fileURLToPath } from 'node:url';
 import grpc from '@grpc/grpc-js';
 import protoLoader from '@grpc/proto-loader';
+import { DEFAULT_RESUME, GenerationLog, Outage, pause } from './resume.js';
 
 const PROTO_DIR = fileURLToPath(new URL('../../protos', import.meta.url));
 
@@ -71,6 +72,12 @@ const { InferenceService } = grpc.loadPackageDefinition(definitions).pagewire.v1
  * @property {number} [timeoutMs] Ends the call with DEADLINE_EXCEEDED after this long.
  */
 
+const CHANNEL_OPTIONS = {
+  // A server that comes back is found within a second or two, however long it was away.
+  'grpc.initial_reconnect_backoff_ms': 100,
+  'grpc.max_reconnect_backoff_ms': 1_000,
+};
+
 /** A failed call. `reason` is stable and for machines; `message` is for people. */
 export class PagewireError extends Error {
   /** @param {grpc.ServiceError} error */
@@ -96,11 +103,17 @@ export class PagewireClient {
    * @param {object} [options]
    * @param {grpc.ChannelCredentials} [options.credentials] Plain text when unset.
    * @param {grpc.ChannelOptions} [options.channel]
+   * @param {import('./resume.js').ResumePolicy|false} [options.resume] How streams go on when the
+   *     server goes away in their midst; false: they fail.
    */
-  constructor(server, { credentials = grpc.credentials.createInsecure(), channel = {} } = {}) {
+  constructor(
+    server,
+    { credentials = grpc.credentials.createInsecure(), channel = {}, resume = {} } = {},
+  ) {
     this.server = server;
+    this.resumePolicy = resume && { ...DEFAULT_RESUME, ...resume };
     /** The generated stub, for calls that have no method here. */
-    this.stub = new InferenceService(server, credentials, channel);
+    this.stub = new InferenceService(server, credentials, { ...CHANNEL_OPTIONS, ...channel });
   }
 
   /**
@@ -120,7 +133,8 @@ export class PagewireClient {
 
   /**
    * Streams the continuations of one prompt. The call starts with the first `next()`; leaving the
-   * loop early cancels it, and its blocks on the server are free within a step.
+   * loop early cancels it, and its blocks on the server are free within a step. A stream that breaks
+   * goes on where it was, as `resume` of the constructor says.
    *
    * @param {GenerateRequest} request
    * @param {CallOptions} [options]
@@ -131,7 +145,28 @@ export class PagewireClient {
   async *generate(request, { signal, timeoutMs } = {}) {
     signal?.throwIfAborted();
     checkFields('GenerateRequest', request);
-    const call = this.stub.generate(request, new grpc.Metadata(), callOptions(timeoutMs));
+    const log = new GenerationLog(request);
+    const outage = new Outage(this.resumePolicy, timeoutMs);
+    for (;;) {
+      try {
+        for await (const response of this.#attempt(log.nextRequest(), signal, outage)) {
+          // Of a later attempt, id and seed are no news.
+          const isNews = !log.hasBegun || response.outputs.length || response.usage;
+          log.add(response);
+          if (response.outputs.length) outage.over();
+          if (isNews) yield response;
+        }
+        return;
+      } catch (error) {
+        const pauseMs = error instanceof PagewireError ? outage.pauseMs(error, log) : undefined;
+        if (pauseMs === undefined) throw error;
+        await pause(pauseMs, signal);
+      }
+    }
+  }
+
+  async *#attempt(request, signal, outage) {
+    const call = this.stub.generate(request, new grpc.Metadata(), outage.callOptions());
     // grpc-js emits 'error' for the cancellation below, when nobody iterates any more; without a
     // listener that would end the process.
     call.on('error', () => {});
