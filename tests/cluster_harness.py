@@ -25,6 +25,7 @@ from protos.pagewire.v1 import worker_pb2, worker_pb2_grpc
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from control_plane.prefix_store import PrefixStore
     from control_plane.stats import ReplicaSnapshot
     from control_plane.token_stream import TokenStream
 
@@ -77,7 +78,7 @@ class Harness:
     """A running cluster and its worker port."""
 
     cluster: Cluster
-    store: MemoryPrefixStore
+    store: PrefixStore
     address: str
     num_requests: int = 0
     failure_is_expected: bool = False
@@ -150,7 +151,11 @@ def long_prompt(index: int, *, output: int = 24) -> list[int]:
 
 @asynccontextmanager
 async def running_cluster(
-    *, model: ServedModel | None = None, store: MemoryPrefixStore | None = None, **config: Any
+    *,
+    model: ServedModel | None = None,
+    store: PrefixStore | None = None,
+    port: int = 0,
+    **config: Any,
 ) -> AsyncIterator[Harness]:
     store = store or MemoryPrefixStore()
     cluster = Cluster(
@@ -162,7 +167,7 @@ async def running_cluster(
     await cluster.start()
     server = grpc.aio.server(options=WORKER_SERVER_OPTIONS)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(cluster), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     watch = asyncio.create_task(cluster.failed())
     try:
