@@ -71,15 +71,16 @@ async def unplug_demo(session: Session) -> int:
     if sent_twice:
         console.write("prompt tokens sent differ from the prompts' tokens")
     elif not differences:
-        console.write("Same tokens over both links, and no prompt was sent twice.\n")
+        console.write("Same tokens over both links, and no prompt was sent twice.")
     return 1 if differences or sent_twice else 0
 
 
 async def _measure(session: Session, stack: ServingStack, link: Link, runs: list[_Run]) -> None:
     console = session.console
     async with stack.client() as client:
-        # Outside the measurement: first use of anything is slower.
-        await client.complete("warm up", max_tokens=8, cache_salt="warm up")
+        # Outside the measurement: first use of anything is slower, batches of this size too.
+        async with console.busy("warming up"):
+            await Workload(client, cache_salt="warm up").run()
         for round_trip_ms in _ROUND_TRIPS_MS:
             link.set_round_trip(round_trip_ms / 1000)
             # A salt of its own: neither pass finds the other's blocks.
