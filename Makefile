@@ -64,11 +64,14 @@ demo-kill: $(DEMO_READY) ## kill one of two workers under 8 streams and compare 
 demo-unplug: $(DEMO_READY) ## the same work over a 0 ms and a 20 ms link: bytes, tokens/s
 	@$(RUN) -m demo.unplug
 
+# Two test processes: one runs whole systems (`e2e/`), the other everything else meanwhile.
+PARALLEL ?= -n 2 --dist loadgroup
+
 test-fast: $(DEV_READY) ## unit, property and contract tests
-	$(RUN) -m pytest tests/unit tests/property tests/contract -m "not gpu and not slow" $(ARGS)
+	$(RUN) -m pytest tests/unit tests/property tests/contract -m "not gpu and not slow" $(PARALLEL) $(ARGS)
 
 test: $(DEV_READY) clients/node/node_modules ## every test that needs no GPU; starts what it needs
-	$(RUN) -m pytest -m "not gpu" $(ARGS)
+	$(RUN) -m pytest -m "not gpu" $(PARALLEL) $(ARGS)
 
 # Only files that hold such tests, so that a GPU machine needs torch, triton, transformers and pytest
 # and nothing else; settings of plugins that it lacks are no error there.

@@ -35,10 +35,18 @@ def main(argv: list[str] | None = None) -> int:
     _set_up_logging(config.log_level)
     _set_up_libraries(asks_hub=any(isinstance(m.location, HubModel) for m in config.models))
     # Not before: the tokenizer library takes a second to import, --help should not.
-    import uvloop
+    try:
+        import uvloop
 
-    from control_plane.model_catalog import ModelCatalog, load_model
-    from control_plane.server import PortTakenError
+        from control_plane.model_catalog import ModelCatalog, load_model
+        from control_plane.server import PortTakenError
+    except ModuleNotFoundError as error:
+        print(
+            f"pagewire-control: error: the package {error.name} is missing; a control plane needs "
+            "pip install 'pagewire[control]'",
+            file=sys.stderr,
+        )
+        return 2
 
     try:
         models = [(source.name, _fetch(source.location)) for source in config.models]

@@ -205,6 +205,8 @@ class ControlPlane:
                 # A client that vanished without a word is noticed within 40 seconds.
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
+                # What grpc really waits for the answer to a ping.
+                ("grpc.http2.ping_timeout_ms", 10_000),
                 ("grpc.keepalive_permit_without_calls", 1),
                 # Clients may ping every 5 seconds, with and without a call.
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

@@ -42,8 +42,16 @@ def main(argv: list[str] | None = None) -> int:
     # Before torch is imported: its pools take their size for every thread from here.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(config.threads)
     # Not before: importing torch takes seconds, --help should not.
-    from data_plane.step_work import StepError
-    from data_plane.worker import build_worker
+    try:
+        from data_plane.step_work import StepError
+        from data_plane.worker import build_worker
+    except ModuleNotFoundError as error:
+        print(
+            f"pagewire-worker: error: the package {error.name} is missing; a worker needs "
+            "pip install 'pagewire[worker]'",
+            file=sys.stderr,
+        )
+        return EXIT_CANNOT_START
 
     try:
         worker = build_worker(config)

@@ -99,6 +99,8 @@ class StreamOptions:
             # back-off of a connection shared with the last attempt's channel.
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.enable_retries", 0),
+            # The stream lives as long as the worker: no proxy for outgoing web traffic carries it.
+            ("grpc.enable_http_proxy", 0),
         ]
 
 

@@ -11,7 +11,7 @@ import pytest
 # Before any test imports transformers or torch: no test may reach a model hub, and two test
 # processes with a full thread pool each would only fight over the cores.
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _has_gpu() -> bool:
@@ -38,8 +38,16 @@ def model_dir() -> Path:
     return ensure_demo_model(REPO_ROOT / ".pagewire" / "models", progress=print)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests skip where no GPU is; `make test-gpu` fails there instead of skipping."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep what starts whole systems in one test process; GPU tests skip where no GPU is.
+
+    `make test-gpu` fails without a GPU instead of skipping.
+    """
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            # One system at a time: two of them on two cores run into each other's time limits.
+            if "e2e" in item.path.parts:
+                item.add_marker(pytest.mark.xdist_group("e2e"))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

@@ -78,6 +78,9 @@ const CHANNEL_OPTIONS = {
   'grpc.max_reconnect_backoff_ms': 1_000,
 };
 
+// Where http_proxy is set, grpc would ask the proxy for a server on this machine.
+const isLoopback = (server) => /^(127\.|localhost:|\[::1\]:)/.test(server);
+
 /** A failed call. `reason` is stable and for machines; `message` is for people. */
 export class PagewireError extends Error {
   /** @param {grpc.ServiceError} error */
@@ -113,7 +116,11 @@ export class PagewireClient {
     this.server = server;
     this.resumePolicy = resume && { ...DEFAULT_RESUME, ...resume };
     /** The generated stub, for calls that have no method here. */
-    this.stub = new InferenceService(server, credentials, { ...CHANNEL_OPTIONS, ...channel });
+    this.stub = new InferenceService(server, credentials, {
+      ...CHANNEL_OPTIONS,
+      ...(isLoopback(server) && { 'grpc.enable_http_proxy': 0 }),
+      ...channel,
+    });
   }
 
   /**

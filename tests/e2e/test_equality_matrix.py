@@ -153,12 +153,13 @@ async def test_output_is_the_same_from_a_warm_cache(
 async def test_output_is_the_same_when_sequences_are_preempted_many_times(
     model: SharedModel, sharing_prompts: list[list[int]], expected: Expected
 ) -> None:
-    # Eight rows of about 90 tokens that grow by 48 want 70 blocks; 19 are there.
-    setting = Setting(num_blocks=20, max_num_seqs=8, max_model_len=256, prefix_caching=False)
+    # Eight rows of two blocks that all grow to five want 40 blocks; 16 are there.
+    setting = Setting(num_blocks=17, max_num_seqs=8, max_model_len=128, prefix_caching=False)
+    prompts = [prompt[-(20 + i) :] for i, prompt in enumerate(sharing_prompts[:8])]
     async with running_stack(model, setting) as stack:
-        outputs = await generate(stack, sharing_prompts[:8], max_tokens=48)
+        outputs = await generate(stack, prompts, max_tokens=48)
         assert stack.num_preemptions() >= 5
-        assert outputs == [expected(prompt, 48) for prompt in sharing_prompts[:8]]
+        assert outputs == [expected(prompt, 48) for prompt in prompts]
 
 
 async def test_concurrent_requests_that_share_a_prefix_equal_transformers(

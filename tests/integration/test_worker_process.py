@@ -7,11 +7,13 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from fake_worker import FakeWorker
 from scripted_control_plane import (
     ScriptedControlPlane,
     ScriptedStream,
@@ -192,3 +194,31 @@ async def test_worker_that_cannot_start_says_why_and_exits_with_2(
         assert exit_code == 2
         assert "tokenizer.json" in log
         assert "Traceback" not in log
+
+
+def test_a_plane_whose_packages_are_missing_names_the_extra_to_install(tiny_model: Path) -> None:
+    # As after a bare `pip install pagewire`: the packages of neither extra are there.
+    for module, missing, extra in (
+        ("control_plane", "uvloop", "control"),
+        ("data_plane", "torch", "worker"),
+    ):
+        code = (
+            f"import sys; sys.modules[{missing!r}] = None; import {module}.__main__ as m; "
+            f"sys.exit(m.main(['--model', {str(tiny_model)!r}]))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 2
+        assert f"the package {missing} is missing" in done.stderr
+        assert f"pagewire[{extra}]" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+async def test_a_worker_dials_directly_where_a_proxy_is_set(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    async with ScriptedControlPlane() as control, FakeWorker(control.address):
+        stream = await control.accept()
+        await stream.attach(1)

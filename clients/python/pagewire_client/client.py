@@ -11,7 +11,7 @@ import grpc
 
 from pagewire_client.batch import BatchLog
 from pagewire_client.errors import PagewireError, from_rpc_error
-from pagewire_client.options import CHANNEL_OPTIONS, DEFAULT_SERVER
+from pagewire_client.options import DEFAULT_SERVER, channel_options
 from pagewire_client.requests import (
     GenerateOptions,
     Prompt,
@@ -129,7 +129,7 @@ class Client:
         # An address at which nobody ever answered is a mistake, not an outage.
         self._was_reached = False
         self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(server, options=CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(server, options=channel_options(server))
         self._stub: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
