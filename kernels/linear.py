@@ -198,7 +198,7 @@ def linear_cut(num_rows: int, out_features: int, in_features: int) -> LinearCut 
 
     Measured on an H200 in bf16 with the matrices of Qwen3-0.6B and Llama-3.1-8B, 1 to 64 rows.
     """
-    if num_rows > MAX_OWN_ROWS or (out_features > _WIDE and not 4 < num_rows <= 8):
+    if num_rows > MAX_OWN_ROWS or out_features > _WIDE:
         return None
     if num_rows <= MAX_GEMV_ROWS and out_features < _NARROW:
         if num_rows > 2:
