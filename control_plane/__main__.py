@@ -79,7 +79,7 @@ def _fetch(location: ModelLocation) -> Path:
 async def _run(config: ControlPlaneConfig, catalog: ModelCatalog) -> int:
     from control_plane.server import serve
 
-    stop, cut = asyncio.Event(), asyncio.Event()
+    stop, cut, reread = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def on_signal(number: int) -> None:
         logger.info("signal: name=%s", signal.Signals(number).name)
@@ -88,8 +88,17 @@ async def _run(config: ControlPlaneConfig, catalog: ModelCatalog) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
+    security = config.security
+    # Without a file to read, SIGHUP keeps its usual meaning: the terminal is gone.
+    if security.auth_tokens_file is not None or security.worker_token_file is not None:
+        loop.add_signal_handler(signal.SIGHUP, reread.set)
     await serve(
-        config, catalog, stop=stop, cut=cut, on_listening=lambda line: print(line, flush=True)
+        config,
+        catalog,
+        stop=stop,
+        cut=cut,
+        reread=reread,
+        on_listening=lambda line: print(line, flush=True),
     )
     return 0
 

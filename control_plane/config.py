@@ -9,6 +9,11 @@ import argparse
 from dataclasses import dataclass, field
 
 from control_plane.cluster_config import ClusterConfig
+from control_plane.security_config import (
+    SecurityConfig,
+    add_security_flags,
+    read_security_flags,
+)
 from control_plane.service_limits import ServiceLimits
 from protos.model_location import HubModel, ModelLocation, locate_model
 
@@ -57,6 +62,7 @@ class ControlPlaneConfig:
         metrics_port: Prometheus over HTTP; 0 takes a free one.
         redis_url: redis://, rediss:// or memory://.
         cluster: Engine side.
+        security: Certificates and tokens.
         limits: What one call may cost.
         max_n: Most continuations of one request.
         grace_s: How long running requests may take to finish after SIGTERM.
@@ -70,6 +76,7 @@ class ControlPlaneConfig:
     metrics_port: int = 9464
     redis_url: str = "memory://"
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
     limits: ServiceLimits = field(default_factory=ServiceLimits)
     max_n: int = 1
     grace_s: float = 30.0
@@ -98,6 +105,7 @@ def parse_args(argv: list[str] | None = None) -> ControlPlaneConfig:
             worker_port=args.worker_port,
             metrics_port=args.metrics_port,
             redis_url=args.redis_url,
+            security=read_security_flags(args),
             cluster=ClusterConfig(
                 deployment=args.deployment,
                 shard=args.shard,
@@ -185,6 +193,8 @@ def _build_parser() -> argparse.ArgumentParser:
             metavar="PORT",
             help=f"{what}; 0 takes a free port and prints it (default: %(default)s)",
         )
+
+    add_security_flags(parser)
 
     state = parser.add_argument_group("state")
     state.add_argument(

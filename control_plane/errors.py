@@ -3,6 +3,7 @@
     ServingError
     ├── InvalidRequestError        INVALID_ARGUMENT     a value is outside its limit
     ├── RequestTooLongError        INVALID_ARGUMENT     prompt or total does not fit
+    ├── UnauthenticatedError       UNAUTHENTICATED      no token, or one that nobody has
     ├── UnknownModelError          NOT_FOUND
     ├── DuplicateRequestError      ALREADY_EXISTS
     ├── UnsupportedFeatureError    UNIMPLEMENTED        known to the API, not built into this server
@@ -40,6 +41,7 @@ class Code(IntEnum):
     UNIMPLEMENTED = 12
     INTERNAL = 13
     UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
 
 
 class InvariantError(RuntimeError):
@@ -83,6 +85,13 @@ class RequestTooLongError(ServingError):
 
     reason = "REQUEST_TOO_LONG"
     code = Code.INVALID_ARGUMENT
+
+
+class UnauthenticatedError(ServingError):
+    """A call brings no valid token. `problem` is in the metadata, the token never."""
+
+    reason = "UNAUTHENTICATED"
+    code = Code.UNAUTHENTICATED
 
 
 class UnknownModelError(ServingError):

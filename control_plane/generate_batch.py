@@ -30,11 +30,18 @@ class BatchCall:
     """One GenerateBatch stream."""
 
     def __init__(
-        self, context: Any, generations: GenerationService, guard: CallGuard, *, window: int
+        self,
+        context: Any,
+        generations: GenerationService,
+        guard: CallGuard,
+        *,
+        window: int,
+        principal: str = "",
     ) -> None:
         self._context = context
         self._generations = generations
         self._guard = guard
+        self._principal = principal
         self._slots = asyncio.Semaphore(window)
         self._writing = asyncio.Lock()
         self._unfinished: set[str] = set()
@@ -101,7 +108,7 @@ class BatchCall:
         self, message: inference_pb2.GenerateRequest
     ) -> inference_pb2.GenerateResponse:
         async with self._generations.admit(
-            message, timeout_s=self._context.time_remaining()
+            message, timeout_s=self._context.time_remaining(), principal=self._principal
         ) as generation:
             response = inference_pb2.GenerateResponse(
                 request_id=generation.request_id, seed=generation.seed

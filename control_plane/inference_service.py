@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from control_plane.model_catalog import ModelCatalog
     from control_plane.service_limits import ServiceLimits
     from control_plane.tokenizer import EncodingPool
+    from control_plane.tokens import ClientTokens
 
 SERVICE_NAME = "pagewire.v1.InferenceService"
 
@@ -51,12 +52,26 @@ class InferenceService:
         metrics: Metrics,
         limits: ServiceLimits,
         on_fatal: Callable[[InvariantError], None],
+        tokens: ClientTokens | None = None,
     ) -> None:
+        """Wire it up.
+
+        Args:
+            catalog: The served models.
+            cluster: Where requests run.
+            generations: Admits requests.
+            pool: Encodes and decodes long texts.
+            metrics: Counts failures.
+            limits: What one call may cost.
+            on_fatal: Ends the process.
+            tokens: Say whose a call is. None: everybody is one and the same principal.
+        """
         self._catalog = catalog
         self._cluster = cluster
         self._generations = generations
         self._pool = pool
         self._limits = limits
+        self._tokens = tokens
         self._guard = CallGuard(metrics, on_fatal)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -97,7 +112,7 @@ class InferenceService:
 
     async def _generate(self, message: inference_pb2.GenerateRequest, context: Any) -> None:
         async with self._generations.admit(
-            message, timeout_s=context.time_remaining()
+            message, timeout_s=context.time_remaining(), principal=self._principal(context)
         ) as generation:
             # At once, before any token: a client can resume from here on.
             response = inference_pb2.GenerateResponse(
@@ -114,6 +129,12 @@ class InferenceService:
             if not is_complete:  # every end was known to the client
                 response = inference_pb2.GenerateResponse(usage=generation.usage())
                 await self._write(context, response)
+
+    def _principal(self, context: Any) -> str:
+        if self._tokens is None:
+            return ""
+        # `CallAuth` has looked already, but gRPC carries nothing from there to a method.
+        return self._tokens.check(context.invocation_metadata() or ())
 
     async def _write(self, context: Any, response: inference_pb2.GenerateResponse) -> None:
         limit_s = self._limits.write_timeout_s
@@ -134,6 +155,7 @@ class InferenceService:
             self._generations,
             self._guard,
             window=self._limits.batch_window,
+            principal=self._principal(context),
         )
         await call.run()
 

@@ -69,6 +69,7 @@ class RequestBuilder:
         *,
         longest_fit: Callable[[CatalogModel, int], int] | None = None,
         max_n: int = 1,
+        enforce_cache_salt: bool = False,
     ) -> None:
         """Wire it up.
 
@@ -78,11 +79,13 @@ class RequestBuilder:
             longest_fit: Tokens that so many sequences of a model can have on some replica; without
                 max_tokens a request gets as many. None: as the model allows.
             max_n: Most continuations of one request.
+            enforce_cache_salt: Tenants never share prefixes, whatever salt they send.
         """
         self._catalog = catalog
         self._pool = pool
         self._longest_fit = longest_fit or _model_length
         self._max_n = max_n
+        self._enforces_cache_salt = enforce_cache_salt
         self._arrivals = itertools.count()
 
     async def build(
@@ -124,7 +127,7 @@ class RequestBuilder:
             eos_token_ids=model.served.eos_token_ids,
             priority=message.priority,
             tenant=tenant or message.cache_salt,
-            cache_salt=message.cache_salt,
+            cache_salt=self._cache_salt(message, tenant),
             adapter=message.adapter,
             resume={index: ids for index, (ids, _) in resume.items()},
         )
@@ -145,6 +148,12 @@ class RequestBuilder:
             ended=_replay(request, processors, resume, max_tokens),
             flush_interval_s=interval_s,
         )
+
+    def _cache_salt(self, message: inference_pb2.GenerateRequest, tenant: str) -> str:
+        if not self._enforces_cache_salt:
+            return message.cache_salt
+        # A tenant's name has no slash: whatever it sends stays behind its own name.
+        return f"{tenant}/{message.cache_salt}"
 
     def _sampling(self, message: inference_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
         n = message.n if message.HasField("n") else 1

@@ -13,11 +13,13 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, Self
 
+import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from control_plane import health, inference_service
+from control_plane.call_auth import CallAuth
 from control_plane.cluster import Cluster
 from control_plane.generation import GenerationService
 from control_plane.health import HealthService
@@ -26,6 +28,7 @@ from control_plane.metrics import Metrics, MetricsServer
 from control_plane.prefix_store import open_prefix_store
 from control_plane.request_builder import RequestBuilder
 from control_plane.tokenizer import EncodingPool
+from control_plane.tokens import ClientTokens, WorkerTokens
 from control_plane.worker_service import WORKER_SERVER_OPTIONS, WorkerService
 from protos.pagewire.v1 import worker_pb2_grpc
 
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from control_plane.config import ControlPlaneConfig
     from control_plane.errors import InvariantError
     from control_plane.model_catalog import ModelCatalog
+    from protos.tls_files import TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +60,16 @@ class ControlPlane:
         """Wire everything up, on the running loop. Nothing listens yet.
 
         Raises:
-            ValueError: The URL of the prefix store is wrong.
+            ValueError: The URL of the prefix store is wrong, or a certificate or token file is.
         """
         self._config = config
+        security = config.security
+        self._credentials = _credentials(security.tls)
+        self._worker_credentials = _credentials(security.worker_tls)
+        self._tokens = security.auth_tokens_file and ClientTokens(security.auth_tokens_file)
+        self._worker_tokens = security.worker_token_file and WorkerTokens(
+            security.worker_token_file
+        )
         self._catalog = catalog
         self.metrics = Metrics()
         self._store = open_prefix_store(
@@ -75,6 +86,7 @@ class ControlPlane:
             self._pool,
             longest_fit=lambda model, n: self.cluster.longest_fit(model.served, n),
             max_n=config.max_n,
+            enforce_cache_salt=security.enforce_cache_salt,
         )
         self._inference = InferenceService(
             catalog=catalog,
@@ -84,11 +96,12 @@ class ControlPlane:
             metrics=self.metrics,
             limits=config.limits,
             on_fatal=self._on_fatal,
+            tokens=self._tokens,
         )
         self._public_server = self._build_public_server()
         self._worker_server = grpc.aio.server(options=WORKER_SERVER_OPTIONS)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-            WorkerService(self.cluster), self._worker_server
+            WorkerService(self.cluster, self._worker_tokens), self._worker_server
         )
         self._metrics_server: MetricsServer | None = None
         self._readiness: asyncio.Task[None] | None = None
@@ -106,9 +119,15 @@ class ControlPlane:
             PortTakenError: One of them cannot be bound.
         """
         config = self._config
-        self.port = _bind(self._public_server, config.host, config.port, "--port")
+        self.port = _bind(
+            self._public_server, config.host, config.port, "--port", self._credentials
+        )
         self.worker_port = _bind(
-            self._worker_server, config.host, config.worker_port, "--worker-port"
+            self._worker_server,
+            config.host,
+            config.worker_port,
+            "--worker-port",
+            self._worker_credentials,
         )
         try:
             self._metrics_server = MetricsServer(
@@ -122,6 +141,12 @@ class ControlPlane:
         self._health.set({"": True, inference_service.SERVICE_NAME: True, **self._ready_models()})
         await self._public_server.start()
         self._readiness = asyncio.create_task(self._watch_readiness(), name="readiness")
+
+    def reread_tokens(self) -> None:
+        """Take over what the token files hold now; calls that run are not asked again."""
+        for tokens in (self._tokens, self._worker_tokens):
+            if tokens is not None:
+                tokens.reread()
 
     def describe(self) -> str:
         """One line: where things listen and what is served."""
@@ -199,6 +224,7 @@ class ControlPlane:
     def _build_public_server(self) -> grpc.aio.Server:
         limit = self._config.limits.max_transport_bytes
         server = grpc.aio.server(
+            interceptors=[CallAuth(self._tokens, self.metrics)] if self._tokens else None,
             options=(
                 ("grpc.max_receive_message_length", limit),
                 ("grpc.max_send_message_length", limit),
@@ -216,7 +242,7 @@ class ControlPlane:
                 ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
                 # Two servers on one port would each get some of the clients.
                 ("grpc.so_reuseport", 0),
-            )
+            ),
         )
         self._inference.add_to(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -238,9 +264,32 @@ class ControlPlane:
             self._fatal.set_result(error)
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int, flag: str) -> int:
+def _credentials(tls: TlsFiles | None) -> grpc.ServerCredentials | None:
+    if tls is None:
+        return None
+    contents = tls.read()
+    if contents.key is None or contents.cert is None:
+        raise ValueError(f"{tls.flags.cert} is missing: TLS needs a certificate")
+    return grpc.ssl_server_credentials(
+        [(contents.key, contents.cert)],
+        root_certificates=contents.ca,
+        require_client_auth=contents.ca is not None,
+    )
+
+
+def _bind(
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    flag: str,
+    credentials: grpc.ServerCredentials | None,
+) -> int:
+    address = _address(host, port)
     try:
-        bound = server.add_insecure_port(_address(host, port))
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise _port_taken(host, port, flag) from error
     if not bound:
@@ -260,12 +309,20 @@ def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+async def _reread(control_plane: ControlPlane, reread: asyncio.Event) -> None:
+    while True:
+        await reread.wait()
+        reread.clear()
+        control_plane.reread_tokens()
+
+
 async def serve(
     config: ControlPlaneConfig,
     catalog: ModelCatalog,
     *,
     stop: asyncio.Event,
     cut: asyncio.Event,
+    reread: asyncio.Event,
     on_listening: Callable[[str], None],
 ) -> bool:
     """Run a control plane until `stop`, then drain; `cut` ends the drain early.
@@ -275,6 +332,7 @@ async def serve(
         catalog: The models, loaded.
         stop: Set by a signal.
         cut: Set by a second one.
+        reread: Set whenever token files may have changed.
         on_listening: Gets one line about where things listen.
 
     Returns:
@@ -286,7 +344,12 @@ async def serve(
     """
     async with ControlPlane(config, catalog) as control_plane:
         on_listening(control_plane.describe())
-        await control_plane.run_until(stop)
+        rereading = asyncio.create_task(_reread(control_plane, reread), name="reread")
+        try:
+            await control_plane.run_until(stop)
+        finally:
+            rereading.cancel()
+            await asyncio.gather(rereading, return_exceptions=True)
         logger.info("drain: grace_s=%g", config.grace_s)
         drain = asyncio.create_task(control_plane.drain(config.grace_s), name="drain")
         cutting = asyncio.create_task(cut.wait(), name="cut")

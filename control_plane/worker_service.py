@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from control_plane.cluster import Cluster
     from control_plane.engine import Engine
     from control_plane.fleet import Fleet
+    from control_plane.tokens import WorkerTokens
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +86,9 @@ class _Stream:
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     """The control stream's server. Whatever a peer sends, it can only cost that peer its stream."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        """Serve workers for this cluster."""
+    def __init__(self, cluster: Cluster, tokens: WorkerTokens | None = None) -> None:
+        """Serve workers for this cluster, those that bring a token if there are `tokens`."""
+        self._tokens = tokens
         self._fleet: Fleet = cluster.fleet
         self._hello_timeout_s = min(_HELLO_TIMEOUT_S, cluster.config.lease_s)
         self._stream_numbers = itertools.count(1)
@@ -102,6 +104,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         engine: Engine | None = None
         tasks: list[asyncio.Task[None]] = []
         try:
+            if self._tokens is not None:
+                # Before anything that a stranger sends is read.
+                self._tokens.check(context.invocation_metadata() or ())
             facts = read_hello(await self._read_hello(request_iterator), peer=peer)
             engine = await self._fleet.attach(facts, stream)
             tasks = [

@@ -13,10 +13,10 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from data_plane.config import parse_args
+from data_plane.config import parse_args, read_token
 
 if TYPE_CHECKING:
-    from data_plane.config import WorkerConfig
+    from data_plane.control_stream import StreamOptions
     from data_plane.worker import Worker
 
 logger = logging.getLogger("data_plane")
@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(config.threads)
     # Not before: importing torch takes seconds, --help should not.
     try:
+        from data_plane.control_stream import StreamOptions
         from data_plane.step_work import StepError
         from data_plane.worker import build_worker
     except ModuleNotFoundError as error:
@@ -54,11 +55,17 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_CANNOT_START
 
     try:
+        options = StreamOptions(
+            address=config.control_plane,
+            tls=config.tls and config.tls.read(),
+            token=config.token_file and read_token(config.token_file),
+            grace_s=config.grace_s,
+        )
         worker = build_worker(config)
     except (ValueError, OSError, StepError) as error:
         print(f"pagewire-worker: error: {error}", file=sys.stderr)
         return EXIT_CANNOT_START
-    exit_code, has_hung_step = asyncio.run(_run(config, worker))
+    exit_code, has_hung_step = asyncio.run(_run(options, worker))
     if has_hung_step:
         # A device call that never returns would keep the interpreter from shutting down.
         logging.shutdown()
@@ -76,14 +83,10 @@ def _leave(number: int, _: object) -> None:
     os._exit(0 if number == signal.SIGTERM else 128 + number)
 
 
-async def _run(config: WorkerConfig, worker: Worker) -> tuple[int, bool]:
-    from data_plane.control_stream import ControlStream, StreamOptions
+async def _run(options: StreamOptions, worker: Worker) -> tuple[int, bool]:
+    from data_plane.control_stream import ControlStream
 
-    stream = ControlStream(
-        StreamOptions(address=config.control_plane, grace_s=config.grace_s),
-        protocol=worker.protocol,
-        runner=worker.runner,
-    )
+    stream = ControlStream(options, protocol=worker.protocol, runner=worker.runner)
     signalled = False
 
     def on_signal(number: int) -> None:
@@ -98,7 +101,8 @@ async def _run(config: WorkerConfig, worker: Worker) -> tuple[int, bool]:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    logger.info("dialling: worker=%s address=%s", config.worker_id, config.control_plane)
+    worker_id = worker.protocol.identity.worker_id
+    logger.info("dialling: worker=%s address=%s", worker_id, options.address)
     return await stream.run(), stream.has_hung_step
 
 

@@ -11,8 +11,10 @@ import os
 import re
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from protos.model_location import ModelLocation, locate_model
+from protos.tls_files import CLIENT_FLAGS, TlsFiles
 
 _ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?)", re.IGNORECASE)
@@ -54,6 +56,8 @@ class WorkerConfig:
     Attributes:
         model: Directory with config.json, tokenizer.json and weights, or a hub repository.
         control_plane: host:port of the worker port.
+        tls: Certificates; None: the stream is plain text.
+        token_file: Holds the token that the worker port asks for.
         worker_id: Names the process; two with one id replace each other.
         replica_id: Ranks of one replica share it.
         device: One of DEVICES.
@@ -75,6 +79,8 @@ class WorkerConfig:
 
     model: ModelLocation
     control_plane: str = "127.0.0.1:50052"
+    tls: TlsFiles | None = None
+    token_file: Path | None = None
     worker_id: str
     replica_id: str
     device: str = "auto"
@@ -150,6 +156,8 @@ def parse_args(argv: list[str] | None = None) -> WorkerConfig:
         return WorkerConfig(
             model=locate_model(args.model),
             control_plane=args.control_plane,
+            tls=_tls(args),
+            token_file=_token_file(args.token_file),
             worker_id=worker_id,
             replica_id=args.replica_id or worker_id,
             device=args.device,
@@ -198,6 +206,43 @@ def default_threads() -> int:
     return max(1, len(os.sched_getaffinity(0)) // 2)
 
 
+def read_token(path: Path) -> str:
+    """The first line of a token file that is not empty or a comment.
+
+    Raises:
+        ValueError: It cannot be read or holds none; the message never quotes it.
+    """
+    try:
+        lines = path.read_text(encoding="ascii").split("\n")
+    except OSError as error:
+        raise ValueError(f"--token-file: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--token-file: {path} holds more than ASCII characters") from None
+    tokens = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not tokens:
+        raise ValueError(f"--token-file: {path} holds no token")
+    if not tokens[0].isprintable() or " " in tokens[0]:
+        raise ValueError(f"--token-file: the first line of {path} is not one word")
+    return tokens[0]
+
+
+def _tls(args: argparse.Namespace) -> TlsFiles | None:
+    if args.tls_ca is None:
+        for flag, value in (("--tls-cert", args.tls_cert), ("--tls-key", args.tls_key)):
+            if value is not None:
+                raise ValueError(f"{flag} needs --tls-ca: without it the stream is plain text")
+        return None
+    tls = TlsFiles(ca=args.tls_ca, cert=args.tls_cert, key=args.tls_key, flags=CLIENT_FLAGS)
+    tls.read()  # before the model is loaded for nothing
+    return tls
+
+
+def _token_file(path: Path | None) -> Path | None:
+    if path is not None:
+        read_token(path)
+    return path
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -224,6 +269,13 @@ def _build_parser() -> argparse.ArgumentParser:
         help="worker port of the control plane; it is dialled until it answers "
         "(default: %(default)s)",
     )
+    for flag, metavar, what in (
+        ("--tls-ca", "PEM", "speak TLS, with a control plane whose certificate one in here signed"),
+        ("--tls-cert", "PEM", "certificate to show to it, if it asks for one"),
+        ("--tls-key", "PEM", "private key of --tls-cert"),
+        ("--token-file", "FILE", "its first line is the token that the worker port asks for"),
+    ):
+        network.add_argument(flag, type=Path, metavar=metavar, help=what)
     network.add_argument(
         "--worker-id",
         metavar="NAME",

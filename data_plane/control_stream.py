@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import grpc
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from data_plane.step_loop import Outcome
     from data_plane.step_work import StepRunner, StepWork
     from data_plane.stream_protocol import StreamProtocol
+    from protos.tls_files import TlsContents
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,9 @@ class StreamOptions:
 
     Attributes:
         address: host:port of the control plane's worker port.
+        tls: What the control plane's certificate must descend from, and the worker's own; None:
+            plain text.
+        token: Says that this is a worker of the deployment.
         grace_s: How long a draining worker waits for its rows.
         backoff_min_s: Delay before the first retry; it doubles, with jitter, until a Welcome.
         backoff_max_s: Its limit; a control plane that comes back waits this long for its workers.
@@ -69,6 +73,8 @@ class StreamOptions:
     """
 
     address: str
+    tls: TlsContents | None = None
+    token: str | None = field(default=None, repr=False)
     grace_s: float = 30.0
     backoff_min_s: float = 0.1
     backoff_max_s: float = 1.0
@@ -82,6 +88,17 @@ class StreamOptions:
             )
         if self.grace_s < 0:
             raise ValueError(f"grace_s must be at least 0, got {self.grace_s}")
+
+    def channel(self) -> grpc.aio.Channel:
+        """A channel of its own for one attempt."""
+        if self.tls is None:
+            return grpc.aio.insecure_channel(self.address, options=self.channel_options())
+        credentials = grpc.ssl_channel_credentials(self.tls.ca, self.tls.key, self.tls.cert)
+        return grpc.aio.secure_channel(self.address, credentials, options=self.channel_options())
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What goes before the first message."""
+        return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
     def channel_options(self) -> list[tuple[str, int]]:
         """Arguments of the gRPC channel."""
@@ -200,11 +217,9 @@ class ControlStream:
 
     async def _attach(self) -> tuple[StreamEnd, bool]:
         options = self._options
-        async with grpc.aio.insecure_channel(
-            options.address, options=options.channel_options()
-        ) as channel:
+        async with options.channel() as channel:
             session = StreamSession(
-                worker_pb2_grpc.WorkerServiceStub(channel).Attach(),
+                worker_pb2_grpc.WorkerServiceStub(channel).Attach(metadata=options.metadata()),
                 protocol=self._protocol,
                 steps=self._steps,
                 runner=self._runner,

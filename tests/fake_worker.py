@@ -28,6 +28,7 @@ from data_plane.stream_protocol import (
 
 if TYPE_CHECKING:
     from protos.pagewire.v1 import worker_pb2
+    from protos.tls_files import TlsContents
 
 __all__ = ["FakeModelRunner", "FakeWorker", "StepwiseWorker", "expected_output", "fake_identity"]
 
@@ -164,6 +165,8 @@ class FakeWorker:
         runner: FakeModelRunner | None = None,
         grace_s: float = 10.0,
         keepalive_s: float = 5.0,
+        tls: TlsContents | None = None,
+        token: str | None = None,
         **identity: object,
     ) -> None:
         self.runner = runner or FakeModelRunner()
@@ -175,6 +178,8 @@ class FakeWorker:
                 backoff_min_s=0.01,
                 backoff_max_s=0.1,
                 keepalive_s=keepalive_s,
+                tls=tls,
+                token=token,
             ),
             protocol=self.protocol,
             runner=self.runner,

@@ -15,6 +15,7 @@ from pagewire_client.errors import (
     OverloadedError,
     PagewireError,
     SlowClientError,
+    UnauthenticatedError,
     UnavailableError,
     UnsupportedFeatureError,
 )
@@ -29,6 +30,7 @@ from pagewire_client.results import (
     Usage,
 )
 from pagewire_client.resume import ResumePolicy
+from protos.tls_files import TlsFiles
 
 __all__ = [
     "AbortedError",
@@ -53,6 +55,8 @@ __all__ = [
     "Prompt",
     "ResumePolicy",
     "SlowClientError",
+    "TlsFiles",
+    "UnauthenticatedError",
     "UnavailableError",
     "UnsupportedFeatureError",
     "Usage",

@@ -11,7 +11,12 @@ import grpc.aio
 
 from pagewire_client.batch import BatchLog
 from pagewire_client.errors import PagewireError, from_rpc_error
-from pagewire_client.options import DEFAULT_SERVER, channel_options
+from pagewire_client.options import (
+    DEFAULT_SERVER,
+    call_metadata,
+    channel_credentials,
+    channel_options,
+)
 from pagewire_client.requests import (
     GenerateOptions,
     Prompt,
@@ -25,6 +30,8 @@ from protos.pagewire.v1 import inference_pb2, inference_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping, Sequence
+
+    from protos.tls_files import TlsFiles
 
 
 class AsyncGeneration:
@@ -121,6 +128,8 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
         resume: ResumePolicy | None = DEFAULT_RESUME,
+        tls: TlsFiles | None = None,
+        token: str | None = None,
     ) -> None:
         """Connect on the first call.
 
@@ -128,13 +137,26 @@ class AsyncClient:
             server: host:port of the public API.
             timeout_s: Limit of every call that does not bring its own.
             resume: How calls go on when the server goes away in their midst; None: they fail.
+            tls: Whom to trust, and the own certificate if the server asks for one; `TlsFiles()`
+                trusts what the system trusts. None: plain text.
+            token: Says who calls, to a server that asks. Without TLS whoever carries the
+                connection can read it.
+
+        Raises:
+            ValueError: A file of `tls` or the token is not what it should be.
         """
         self.server = server
         self._resume = resume
         # An address at which nobody ever answered is a mistake, not an outage.
         self._was_reached = False
         self._timeout_s = timeout_s
-        self._channel = grpc.aio.insecure_channel(server, options=channel_options(server))
+        self._metadata = call_metadata(token)
+        options = channel_options(server)
+        self._channel = (
+            grpc.aio.insecure_channel(server, options=options)
+            if tls is None
+            else grpc.aio.secure_channel(server, channel_credentials(tls), options=options)
+        )
         self._stub: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGeneration:
@@ -157,7 +179,9 @@ class AsyncClient:
     ) -> AsyncGeneration:
         """Start a request in its wire form, such as `GenerationLog.resume_request` returns."""
         return AsyncGeneration(
-            lambda request, timeout_s: self._stub.Generate(request, timeout=timeout_s),
+            lambda request, timeout_s: self._stub.Generate(
+                request, timeout=timeout_s, metadata=self._metadata
+            ),
             request,
             server=self.server,
             outage=Outage(self._resume, self._timeout(timeout_s)),
@@ -183,7 +207,9 @@ class AsyncClient:
         outage = Outage(self._resume, self._timeout(timeout_s))
         while True:
             broken: PagewireError | None = None
-            call = self._stub.GenerateBatch(log.messages(), timeout=outage.remaining_s())
+            call = self._stub.GenerateBatch(
+                log.messages(), timeout=outage.remaining_s(), metadata=self._metadata
+            )
             try:
                 with self._answered():
                     async for response in call:
@@ -216,7 +242,9 @@ class AsyncClient:
         """Ids of a text or conversation, as `generate` would see them."""
         request = build_tokenize_request(prompt, model, add_special_tokens)
         with self._answered():
-            response = await self._stub.Tokenize(request, timeout=self._timeout(timeout_s))
+            response = await self._stub.Tokenize(
+                request, timeout=self._timeout(timeout_s), metadata=self._metadata
+            )
         return list(response.token_ids)
 
     async def detokenize(
@@ -230,21 +258,27 @@ class AsyncClient:
         """The text of ids."""
         request = build_detokenize_request(token_ids, model, skip_special_tokens)
         with self._answered():
-            response = await self._stub.Detokenize(request, timeout=self._timeout(timeout_s))
+            response = await self._stub.Detokenize(
+                request, timeout=self._timeout(timeout_s), metadata=self._metadata
+            )
         return response.text
 
     async def models(self, *, timeout_s: float | None = None) -> list[Model]:
         """The served models."""
         request = inference_pb2.ListModelsRequest()
         with self._answered():
-            response = await self._stub.ListModels(request, timeout=self._timeout(timeout_s))
+            response = await self._stub.ListModels(
+                request, timeout=self._timeout(timeout_s), metadata=self._metadata
+            )
         return [to_model(model) for model in response.models]
 
     async def stats(self, *, timeout_s: float | None = None) -> inference_pb2.GetStatsResponse:
         """A snapshot of replicas, blocks and queues."""
         request = inference_pb2.GetStatsRequest()
         with self._answered():
-            return await self._stub.GetStats(request, timeout=self._timeout(timeout_s))
+            return await self._stub.GetStats(
+                request, timeout=self._timeout(timeout_s), metadata=self._metadata
+            )
 
     async def close(self) -> None:
         await self._channel.close()

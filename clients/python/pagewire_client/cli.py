@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pagewire_client.client import Client
 from pagewire_client.errors import PagewireError
 from pagewire_client.options import DEFAULT_SERVER
+from protos.tls_files import CLIENT_FLAGS, TlsFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ examples:
   pagewire chat "Tell me a joke"
   pagewire chat                      (a conversation; Ctrl-D ends it)
   pagewire status --server 10.0.0.5:50051
+  pagewire models --server llm.example:50051 --tls-ca ca.pem --token-file token
 """
 
 
@@ -38,7 +40,12 @@ def main(argv: list[str] | None = None) -> int:
     run: Callable[[Client, argparse.Namespace], None] = args.run
     server: str = getattr(args, "server", None) or os.environ.get("PAGEWIRE_SERVER", DEFAULT_SERVER)
     try:
-        with Client(server) as client:
+        client = Client(server, tls=_tls(args), token=_token(args))
+    except ValueError as error:
+        print(f"pagewire: {error}", file=sys.stderr)
+        return 2
+    try:
+        with client:
             run(client, args)
     except PagewireError as error:
         print(f"pagewire: {error.message}", file=sys.stderr)
@@ -60,6 +67,19 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         default=argparse.SUPPRESS,
         help=f"public port of a control plane (default: $PAGEWIRE_SERVER or {DEFAULT_SERVER})",
+    )
+    for flag, metavar, what in (
+        ("--tls-ca", "PEM", "speak TLS, with a server whose certificate one in here signed"),
+        ("--tls-cert", "PEM", "certificate to show to the server, if it asks for one"),
+        ("--tls-key", "PEM", "private key of --tls-cert"),
+        ("--token-file", "FILE", "its first word is the token to call with"),
+    ):
+        common.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=what)
+    common.add_argument(
+        "--tls",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="speak TLS, with a server whose certificate this system trusts",
     )
     parser = argparse.ArgumentParser(
         prog="pagewire",
@@ -94,6 +114,29 @@ def _build_parser() -> argparse.ArgumentParser:
     add("models", _models, "List the served models.")
     add("status", _status, "Show replicas, their blocks and queues.")
     return parser
+
+
+def _tls(args: argparse.Namespace) -> TlsFiles | None:
+    given = {name: getattr(args, f"tls_{name}", None) for name in ("ca", "cert", "key")}
+    if not any(given.values()) and not getattr(args, "tls", False):
+        return None
+    return TlsFiles(**given, flags=CLIENT_FLAGS)
+
+
+def _token(args: argparse.Namespace) -> str | None:
+    path: str | None = getattr(args, "token_file", None)
+    if path is None:
+        return None
+    try:
+        with open(path, encoding="ascii") as file:
+            words = file.read().split()
+    except OSError as error:
+        raise ValueError(f"--token-file: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--token-file: {path} holds more than ASCII characters") from None
+    if not words:
+        raise ValueError(f"--token-file: {path} is empty")
+    return words[0]
 
 
 def _options(args: argparse.Namespace) -> GenerateOptions:

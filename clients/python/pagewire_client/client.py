@@ -11,7 +11,12 @@ import grpc
 
 from pagewire_client.batch import BatchLog
 from pagewire_client.errors import PagewireError, from_rpc_error
-from pagewire_client.options import DEFAULT_SERVER, channel_options
+from pagewire_client.options import (
+    DEFAULT_SERVER,
+    call_metadata,
+    channel_credentials,
+    channel_options,
+)
 from pagewire_client.requests import (
     GenerateOptions,
     Prompt,
@@ -25,6 +30,8 @@ from protos.pagewire.v1 import inference_pb2, inference_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+
+    from protos.tls_files import TlsFiles
 
 
 class Generation:
@@ -116,6 +123,8 @@ class Client:
         *,
         timeout_s: float | None = None,
         resume: ResumePolicy | None = DEFAULT_RESUME,
+        tls: TlsFiles | None = None,
+        token: str | None = None,
     ) -> None:
         """Connect on the first call.
 
@@ -123,13 +132,26 @@ class Client:
             server: host:port of the public API.
             timeout_s: Limit of every call that does not bring its own.
             resume: How calls go on when the server goes away in their midst; None: they fail.
+            tls: Whom to trust, and the own certificate if the server asks for one; `TlsFiles()`
+                trusts what the system trusts. None: plain text.
+            token: Says who calls, to a server that asks. Without TLS whoever carries the
+                connection can read it.
+
+        Raises:
+            ValueError: A file of `tls` or the token is not what it should be.
         """
         self.server = server
         self._resume = resume
         # An address at which nobody ever answered is a mistake, not an outage.
         self._was_reached = False
         self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(server, options=channel_options(server))
+        self._metadata = call_metadata(token)
+        options = channel_options(server)
+        self._channel = (
+            grpc.insecure_channel(server, options=options)
+            if tls is None
+            else grpc.secure_channel(server, channel_credentials(tls), options=options)
+        )
         self._stub: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
@@ -152,7 +174,9 @@ class Client:
     ) -> Generation:
         """Start a request in its wire form, such as `GenerationLog.resume_request` returns."""
         return Generation(
-            lambda request, timeout_s: self._stub.Generate(request, timeout=timeout_s),
+            lambda request, timeout_s: self._stub.Generate(
+                request, timeout=timeout_s, metadata=self._metadata
+            ),
             request,
             server=self.server,
             outage=Outage(self._resume, self._timeout(timeout_s)),
@@ -178,7 +202,9 @@ class Client:
         outage = Outage(self._resume, self._timeout(timeout_s))
         while True:
             broken: PagewireError | None = None
-            call = self._stub.GenerateBatch(log.messages(), timeout=outage.remaining_s())
+            call = self._stub.GenerateBatch(
+                log.messages(), timeout=outage.remaining_s(), metadata=self._metadata
+            )
             try:
                 with self._answered():
                     for response in call:
@@ -211,7 +237,9 @@ class Client:
         """Ids of a text or conversation, as `generate` would see them."""
         request = build_tokenize_request(prompt, model, add_special_tokens)
         with self._answered():
-            response = self._stub.Tokenize(request, timeout=self._timeout(timeout_s))
+            response = self._stub.Tokenize(
+                request, timeout=self._timeout(timeout_s), metadata=self._metadata
+            )
         return list(response.token_ids)
 
     def detokenize(
@@ -225,20 +253,26 @@ class Client:
         """The text of ids."""
         request = build_detokenize_request(token_ids, model, skip_special_tokens)
         with self._answered():
-            return self._stub.Detokenize(request, timeout=self._timeout(timeout_s)).text
+            return self._stub.Detokenize(
+                request, timeout=self._timeout(timeout_s), metadata=self._metadata
+            ).text
 
     def models(self, *, timeout_s: float | None = None) -> list[Model]:
         """The served models."""
         request = inference_pb2.ListModelsRequest()
         with self._answered():
-            response = self._stub.ListModels(request, timeout=self._timeout(timeout_s))
+            response = self._stub.ListModels(
+                request, timeout=self._timeout(timeout_s), metadata=self._metadata
+            )
         return [to_model(model) for model in response.models]
 
     def stats(self, *, timeout_s: float | None = None) -> inference_pb2.GetStatsResponse:
         """A snapshot of replicas, blocks and queues."""
         request = inference_pb2.GetStatsRequest()
         with self._answered():
-            return self._stub.GetStats(request, timeout=self._timeout(timeout_s))
+            return self._stub.GetStats(
+                request, timeout=self._timeout(timeout_s), metadata=self._metadata
+            )
 
     def close(self) -> None:
         self._channel.close()

@@ -3,6 +3,7 @@
     PagewireError                    any failed call
     ├── InvalidRequestError          a field is outside its limit: do not retry
     │   └── UnsupportedFeatureError  the server does not have what a field asks for
+    ├── UnauthenticatedError         no token, or not one of the server's
     ├── NotFoundError                no such model
     ├── DuplicateRequestError        the request id is live
     ├── OverloadedError              retry after `retry_after_s`
@@ -61,6 +62,10 @@ class UnsupportedFeatureError(InvalidRequestError):
     """A field asks for what this server does not have."""
 
 
+class UnauthenticatedError(PagewireError):
+    """The call brought no token, or one that the server does not know."""
+
+
 class NotFoundError(PagewireError):
     """No such model."""
 
@@ -97,6 +102,7 @@ _BY_REASON: dict[str, type[PagewireError]] = {"SLOW_CLIENT": SlowClientError}
 _BY_CODE: dict[grpc.StatusCode, type[PagewireError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
     grpc.StatusCode.UNIMPLEMENTED: UnsupportedFeatureError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
     grpc.StatusCode.NOT_FOUND: NotFoundError,
     grpc.StatusCode.ALREADY_EXISTS: DuplicateRequestError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
@@ -107,6 +113,13 @@ _BY_CODE: dict[grpc.StatusCode, type[PagewireError]] = {
 }
 # What grpc says of a call that was cancelled on this side; no server of ours ever says CANCELLED.
 _LOCALLY_CANCELLED = "Locally cancelled by application!"
+# What grpc says of connections that cannot be, and what to do about it.
+_BAD_CONNECTIONS = (
+    ("WRONG_VERSION_NUMBER", "It does not speak TLS there: leave the TLS options out."),
+    ("CERTIFICATE_VERIFY_FAILED", "Its certificate descends from none that was given as CA."),
+    ("Hostname Verification", "Its certificate is for another host: name it as that does."),
+    ("Socket closed", "It may speak TLS, want a certificate of the client, or be closing."),
+)
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -140,6 +153,11 @@ def from_rpc_error(error: grpc.RpcError, *, server: str) -> PagewireError:
     code: grpc.StatusCode = call.code()
     details = str(call.details() or "")
     if code is grpc.StatusCode.UNAVAILABLE:
+        for sign, remedy in _BAD_CONNECTIONS:
+            if sign in details:
+                return UnavailableError(
+                    f"No connection to {server}. {remedy} ({details})", code=code
+                )
         return UnavailableError(
             f"Nothing answers at {server} ({details}). Start a control plane there, or name "
             "another server.",

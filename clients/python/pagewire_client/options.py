@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import grpc
+
+if TYPE_CHECKING:
+    from protos.tls_files import TlsFiles
+
 DEFAULT_SERVER = "127.0.0.1:50051"
 
 _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -20,6 +27,29 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
+
+
+def channel_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
+    """Credentials of a TLS connection.
+
+    Raises:
+        ValueError: A file is not what it should be.
+    """
+    contents = tls.read()
+    return grpc.ssl_channel_credentials(contents.ca, contents.key, contents.cert)
+
+
+def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+    """What every call brings along.
+
+    Raises:
+        ValueError: A header cannot carry the token; the message does not quote it.
+    """
+    if token is None:
+        return ()
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError("the token must be one word of visible ASCII characters")
+    return (("authorization", f"Bearer {token}"),)
 
 
 def channel_options(server: str) -> tuple[tuple[str, int], ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from tls_helpers import make_pki
 
 from control_plane.config import parse_args
 
@@ -70,6 +71,67 @@ def test_a_mistake_is_explained(
     argv = flags if not flags or "--model" in flags else ["--model", two_models[0], *flags]
     with pytest.raises(SystemExit) as error:
         parse_args(argv)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_worker_port_takes_after_the_public_one(
+    two_models: tuple[str, str], tmp_path: Path
+) -> None:
+    pki = make_pki(tmp_path / "pki")
+    other = make_pki(tmp_path / "other")
+    model = ["--model", two_models[0]]
+    public = ["--tls-cert", str(pki.path / "server.pem"), "--tls-key", str(pki.path / "server.key")]
+    mutual = [*public, "--tls-client-ca", str(pki.ca)]
+    own = [
+        "--worker-tls-cert", str(other.path / "server.pem"),
+        "--worker-tls-key", str(other.path / "server.key"),
+    ]  # fmt: skip
+
+    def worker_port(*flags: str) -> tuple[object, object]:
+        tls = parse_args([*model, *flags]).security.worker_tls
+        return (tls.cert, tls.ca) if tls else (None, None)
+
+    assert worker_port() == (None, None)
+    assert worker_port(*public) == (pki.path / "server.pem", None)
+    assert worker_port(*mutual) == (pki.path / "server.pem", pki.ca)
+    assert worker_port(*mutual, *own) == (other.path / "server.pem", None)
+    ca = ("--worker-tls-client-ca", str(other.ca))
+    assert worker_port(*mutual, *ca) == (pki.path / "server.pem", other.ca)
+    assert worker_port(*own, *ca) == (other.path / "server.pem", other.ca)
+    assert parse_args([*model, *own]).security.tls is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tls-cert", "server.pem"], "--tls-cert needs --tls-key"),
+        (["--tls-key", "server.key"], "--tls-key needs --tls-cert"),
+        (["--tls-client-ca", "ca.pem"], "--tls-client-ca needs --tls-cert"),
+        (["--worker-tls-client-ca", "ca.pem"], "--worker-tls-client-ca needs --worker-tls-cert"),
+        (["--worker-tls-cert", "server.pem"], "--worker-tls-cert needs --worker-tls-key"),
+        (["--tls-cert", "no.pem", "--tls-key", "server.key"], "--tls-cert: cannot read no.pem"),
+        (["--tls-cert", "server.pem", "--tls-key", "client.key"], "--tls-key: the key in client"),
+        (
+            ["--worker-tls-cert", "server.pem", "--worker-tls-key", "client.key"],
+            "--worker-tls-key: the key in client.key is not the one of the certificate in",
+        ),
+        (["--auth-tokens-file", "none"], "--auth-tokens-file: cannot read none"),
+        (["--worker-token-file", "ca.pem"], "--worker-token-file: ca.pem line 1"),
+        (["--enforce-cache-salt"], "--enforce-cache-salt needs --auth-tokens-file"),
+    ],
+)
+def test_a_mistake_about_security_is_explained(
+    flags: list[str],
+    message: str,
+    two_models: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(make_pki(tmp_path / "pki").path)
+    with pytest.raises(SystemExit) as error:
+        parse_args(["--model", two_models[0], *flags])
     assert error.value.code == 2
     assert message in capsys.readouterr().err
 

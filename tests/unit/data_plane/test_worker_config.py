@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
+from tls_helpers import make_pki
 
-from data_plane.config import WorkerConfig, parse_args, parse_size
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from data_plane.config import WorkerConfig, parse_args, parse_size, read_token
 
 
 def test_defaults_need_nothing_but_a_model(tmp_path: Path) -> None:
@@ -91,6 +89,55 @@ def test_mistake_is_named_with_its_flag(
         parse_args(["--model", str(tmp_path), *arguments])
     assert exited.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tls-ca", "no.pem"], "--tls-ca: cannot read no.pem"),
+        (["--tls-ca", "client.key"], "--tls-ca: client.key holds no certificate"),
+        (["--tls-cert", "client.pem"], "--tls-cert needs --tls-ca"),
+        (["--tls-ca", "ca.pem", "--tls-cert", "client.pem"], "--tls-cert needs --tls-key"),
+        (
+            ["--tls-ca", "ca.pem", "--tls-cert", "client.pem", "--tls-key", "server.key"],
+            "--tls-key: the key in server.key is not the one of the certificate in client.pem",
+        ),
+        (["--token-file", "no.token"], "--token-file: cannot read no.token"),
+        (["--token-file", "empty"], "--token-file: empty holds no token"),
+        (["--token-file", "words"], "--token-file: the first line of words is not one word"),
+    ],
+)
+def test_mistake_about_security_is_named_with_its_flag(
+    flags: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(make_pki(tmp_path / "pki").path)
+    Path("empty").write_text("# nothing\n")
+    Path("words").write_text("a secret\n")
+    with pytest.raises(SystemExit):
+        parse_args(["--model", str(tmp_path), *flags])
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "secret" not in printed
+
+
+def test_certificates_and_token_are_read(tmp_path: Path) -> None:
+    pki = make_pki(tmp_path / "pki")
+    token = tmp_path / "token"
+    token.write_text("# of this deployment\n\n  the-token\nthe-old-one\n")
+    config = parse_args(
+        [
+            "--model", str(tmp_path), "--token-file", str(token), "--tls-ca", str(pki.ca),
+            "--tls-cert", str(pki.path / "client.pem"), "--tls-key", str(pki.path / "client.key"),
+        ]
+    )  # fmt: skip
+    assert config.tls is not None
+    assert config.tls.read().key == (pki.path / "client.key").read_bytes()
+    assert config.token_file is not None
+    assert read_token(config.token_file) == "the-token"
 
 
 def test_configuration_cannot_be_changed(tmp_path: Path) -> None:

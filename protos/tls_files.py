@@ -1,0 +1,112 @@
+"""Certificates and keys from files, checked when a process starts and not at the first handshake.
+
+Owns: what a PEM file must hold, and errors that name the flag. Does not know: gRPC, listeners.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFlags:
+    """What the three files are called where they are given."""
+
+    ca: str
+    cert: str
+    key: str
+
+
+CLIENT_FLAGS = TlsFlags(ca="--tls-ca", cert="--tls-cert", key="--tls-key")
+_ARGUMENTS = TlsFlags(ca="ca", cert="cert", key="key")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """Where the PEM files of one end are.
+
+    Attributes:
+        ca: Certificates that the peer's must descend from. None: a client trusts what the system
+            trusts, a server asks for no certificate.
+        cert: Own certificate, followed by those between it and the root.
+        key: Its private key, without a password.
+        flags: For errors.
+    """
+
+    ca: Path | str | None = None
+    cert: Path | str | None = None
+    key: Path | str | None = None
+    flags: TlsFlags = _ARGUMENTS
+
+    def read(self) -> TlsContents:
+        """Read and check the files.
+
+        Raises:
+            ValueError: One is missing, unreadable or not what it should be, or they do not belong
+                together. The message names flag and file and never quotes contents.
+        """
+        flags = self.flags
+        if (self.cert is None) != (self.key is None):
+            given, missing = (flags.cert, flags.key) if self.cert else (flags.key, flags.cert)
+            raise ValueError(f"{given} needs {missing}: a certificate and its key go together")
+        ca = None if self.ca is None else _read(self.ca, flags.ca)
+        cert = None if self.cert is None else _read(self.cert, flags.cert)
+        key = None if self.key is None else _read(self.key, flags.key)
+        if self.ca is not None and ca is not None:
+            _check_certificates(ca, self.ca, flags.ca)
+        if self.cert is not None and self.key is not None and cert is not None and key is not None:
+            _check_certificates(cert, self.cert, flags.cert)
+            _check_pair(self.cert, self.key, key, flags)
+        return TlsContents(ca=ca, cert=cert, key=key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsContents:
+    """What the files hold. The key is not shown."""
+
+    ca: bytes | None
+    cert: bytes | None
+    key: bytes | None
+
+    def __repr__(self) -> str:
+        return f"TlsContents(ca={self.ca is not None}, cert={self.cert is not None})"
+
+
+def _read(path: Path | str, flag: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{flag}: cannot read {path}: {error.strerror}") from None
+
+
+def _check_certificates(contents: bytes, path: Path | str, flag: str) -> None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(
+            cadata=contents.decode("ascii")
+        )
+    except (ssl.SSLError, ValueError):
+        raise ValueError(
+            f"{flag}: {path} holds no certificate in PEM form (-----BEGIN CERTIFICATE-----), or a "
+            "damaged one"
+        ) from None
+
+
+def _check_pair(cert: Path | str, key: Path | str, contents: bytes, flags: TlsFlags) -> None:
+    if b"ENCRYPTED" in contents:
+        raise ValueError(
+            f"{flags.key}: the key in {key} is protected by a password, which nobody could enter "
+            "at a restart. Store it without one, readable by this process only."
+        )
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ValueError(
+                f"{flags.key}: the key in {key} is not the one of the certificate in {cert} "
+                f"({flags.cert})"
+            ) from None
+        raise ValueError(
+            f"{flags.key}: {key} holds no private key in PEM form that fits {cert} ({flags.cert})"
+        ) from None
