@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _READINESS_INTERVAL_S = 0.1
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Once every request has ended, its last response may still be on its way to the client.
 _LAST_WRITES_S = 5.0
 # Calls of one burst; each costs a few kilobytes until its message is read.
@@ -135,6 +136,7 @@ class ControlPlane:
             )
         except OSError as error:
             raise _port_taken(config.host, config.metrics_port, "--metrics-port") from error
+        self._warn_of_readable_tokens()
         await self._store.start()
         await self.cluster.start()
         await self._worker_server.start()
@@ -220,6 +222,17 @@ class ControlPlane:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
+
+    def _warn_of_readable_tokens(self) -> None:
+        config = self._config
+        if config.host in _LOOPBACK:
+            return
+        for tokens, credentials, flag in (
+            (self._tokens, self._credentials, "--tls-cert"),
+            (self._worker_tokens, self._worker_credentials, "--worker-tls-cert"),
+        ):
+            if tokens is not None and credentials is None:
+                logger.warning("tokens travel in plain text: host=%s missing=%s", config.host, flag)
 
     def _build_public_server(self) -> grpc.aio.Server:
         limit = self._config.limits.max_transport_bytes

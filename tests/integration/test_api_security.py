@@ -316,6 +316,23 @@ async def test_workers_need_their_token(
             assert await answers(api, None)
 
 
+@pytest.mark.parametrize("with_tls", [False, True])
+async def test_tokens_in_plain_text_for_other_machines_are_worth_a_line(
+    with_tls: bool,
+    model: CatalogModel,
+    model_dir: Path,
+    pki: Pki,
+    tokens_file: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tls = pki.files("server") if with_tls else None
+    security = SecurityConfig(tls=tls, auth_tokens_file=tokens_file)
+    async with running_api(model, model_dir, security=security):
+        assert "plain text" not in caplog.text
+    async with running_api(model, model_dir, security=security, host="0.0.0.0"):
+        assert ("missing=--tls-cert" in caplog.text) == (not with_tls)
+
+
 async def test_a_request_without_token_reaches_nothing(guarded: Api) -> None:
     stub: Any = inference_pb2_grpc.InferenceServiceStub(guarded.channel)
     with pytest.raises(grpc.aio.AioRpcError):
