@@ -101,19 +101,23 @@ export class PagewireError extends Error {
 
 /** One connection to a server. Calls may run at the same time. */
 export class PagewireClient {
+  #token;
+
   /**
    * @param {string} server "host:port"
    * @param {object} [options]
    * @param {grpc.ChannelCredentials} [options.credentials] Plain text when unset.
+   * @param {string} [options.token] Says who calls, to a server that asks.
    * @param {grpc.ChannelOptions} [options.channel]
    * @param {import('./resume.js').ResumePolicy|false} [options.resume] How streams go on when the
    *     server goes away in their midst; false: they fail.
    */
   constructor(
     server,
-    { credentials = grpc.credentials.createInsecure(), channel = {}, resume = {} } = {},
+    { credentials = grpc.credentials.createInsecure(), token, channel = {}, resume = {} } = {},
   ) {
     this.server = server;
+    this.#token = token;
     this.resumePolicy = resume && { ...DEFAULT_RESUME, ...resume };
     /** The generated stub, for calls that have no method here. */
     this.stub = new InferenceService(server, credentials, {
@@ -173,7 +177,7 @@ export class PagewireClient {
   }
 
   async *#attempt(request, signal, outage) {
-    const call = this.stub.generate(request, new grpc.Metadata(), outage.callOptions());
+    const call = this.stub.generate(request, this.#metadata(), outage.callOptions());
     // grpc-js emits 'error' for the cancellation below, when nobody iterates any more; without a
     // listener that would end the process.
     call.on('error', () => {});
@@ -233,6 +237,12 @@ export class PagewireClient {
     this.stub.close();
   }
 
+  #metadata() {
+    const metadata = new grpc.Metadata();
+    if (this.#token !== undefined) metadata.set('authorization', `Bearer ${this.#token}`);
+    return metadata;
+  }
+
   #unary(method, request, { signal, timeoutMs } = {}) {
     return new Promise((resolve, reject) => {
       signal?.throwIfAborted();
@@ -242,7 +252,7 @@ export class PagewireClient {
         if (error) reject(failure(error, signal));
         else resolve(response);
       };
-      const call = this.stub[method](request, new grpc.Metadata(), callOptions(timeoutMs), done);
+      const call = this.stub[method](request, this.#metadata(), callOptions(timeoutMs), done);
       signal?.addEventListener('abort', cancel, { once: true });
     });
   }
