@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
+from pagewire_client import AsyncClient
 
 from demo.processes import ManagedProcess, ProcessGroup, any_free_port, child_environment
 
@@ -94,6 +95,7 @@ async def server(
         flags = ["--device=cpu", "--kv-cache-memory=64MiB", "--max-model-len=1024"]
         address = f"--control-plane={workers}"
         group.start("worker", [sys.executable, "-m", "data_plane", *model, *flags, address])
+        await group.guard(_is_ready(public))
         yield public
         group.check()
 
@@ -103,6 +105,13 @@ async def _listening(control: ManagedProcess) -> tuple[str, str]:
         while True:
             if found := re.search(r"public=(\S+) workers=(\S+)", control.log_tail()):
                 return found[1], found[2]
+            await asyncio.sleep(0.02)
+
+
+async def _is_ready(public: str) -> None:
+    """Return once the worker takes work; some scripts look at it before they need it."""
+    async with AsyncClient(public, timeout_s=20.0) as client, asyncio.timeout(START_LIMIT_S):
+        while not (await client.models())[0].ready_replicas:  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.02)
 
 
