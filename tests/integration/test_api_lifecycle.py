@@ -10,6 +10,7 @@ import pytest
 from api_harness import Api, load_catalog_model, read_all, running_api, until
 from pagewire_client import (
     AbortedError,
+    AsyncClient,
     DeadlineError,
     DuplicateRequestError,
     OverloadedError,
@@ -183,13 +184,15 @@ async def until_refused(api: Api) -> None:
 
 
 async def test_a_drain_that_runs_out_of_time_tells_its_clients(api: Api) -> None:
-    running = api.client.generate([5, 6, 7], **LONG)
-    async for _ in running:
-        break
-    assert not await api.control_plane.drain(0.0)
-    with pytest.raises(UnavailableError) as error:
-        await running.result()
-    assert error.value.reason == "SHUTTING_DOWN"
+    # A client that goes on by itself would wait a minute for the next control plane.
+    async with AsyncClient(api.address, resume=None) as client:
+        running = client.generate([5, 6, 7], **LONG)
+        async for _ in running:
+            break
+        assert not await api.control_plane.drain(0.0)
+        with pytest.raises(UnavailableError) as error:
+            await running.result()
+        assert error.value.reason == "SHUTTING_DOWN"
 
 
 async def test_a_broken_invariant_ends_the_process(api: Api) -> None:
