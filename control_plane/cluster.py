@@ -23,7 +23,7 @@ from control_plane.failure import Failure
 from control_plane.fleet import Fleet, shutting_down
 from control_plane.request import FinishReason
 from control_plane.stats import ClusterSnapshot
-from control_plane.token_stream import TokenStream
+from control_plane.token_stream import TokenReaders, TokenStream
 from control_plane.waiting_room import Live, WaitingRoom
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Cluster:
             config, models, prefix_store, requests=self, failure=self._failure, clock=clock
         )
         self._live: dict[str, Live] = {}
+        self._readers = TokenReaders()
         self._waiting = WaitingRoom(config.replica_wait_s, self._end, clock)
         self._superseded = asyncio.Event()
         self._empty = asyncio.Event()
@@ -150,12 +151,12 @@ class Cluster:
         if request.req_id in self._live:
             raise InvariantError(f"request {request.req_id} is live already")
         self._check_length(request, served)
-        stream = TokenStream(sequence.index for sequence in request.live_sequences)
+        stream = TokenStream(request.live_sequences, self._readers)
         for sequence in request.live_sequences:
             # A resume can bring every token and not the end, if that was what got lost.
             if sequence.num_tokens >= request.max_total_tokens:
                 sequence.finish_reason = FinishReason.LENGTH
-                stream.finish(sequence.index, FinishReason.LENGTH)
+                stream.finish(sequence, FinishReason.LENGTH)
         if request.is_finished:
             return stream
         self._check_queue(request)
@@ -187,7 +188,7 @@ class Cluster:
         else:
             del sequence.output_token_ids[num_output_tokens:]
             sequence.finish_reason = reason
-        live.stream.finish(sequence.index, reason)
+        live.stream.finish(sequence, reason)
         if live.request.is_finished:
             self._forget(live)
 
@@ -195,15 +196,11 @@ class Cluster:
 
     def advance(self, update: StepUpdate) -> None:
         """New tokens and ends of a confirmed step."""
-        live_requests = self._live
-        for sequence, token_id in zip(update.sequences, update.token_ids, strict=True):
-            live = live_requests.get(sequence.request.req_id)
-            if live is not None:
-                live.stream.push_token(sequence.index, token_id)
+        self._readers.wake(update.sequences)
         for sequence in update.finished:
-            live = live_requests.get(sequence.request.req_id)
+            live = self._live.get(sequence.request.req_id)
             if live is not None and sequence.finish_reason is not None:
-                live.stream.finish(sequence.index, sequence.finish_reason)
+                live.stream.finish(sequence, sequence.finish_reason)
                 if live.request.is_finished:
                     self._forget(live)
 

@@ -10,6 +10,7 @@ Owns: live client ids, defaults of ids. Does not know: gRPC, how responses are f
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from contextlib import asynccontextmanager, contextmanager
@@ -213,15 +214,14 @@ class Generation:
         flush_at = 0.0  # the first token is never held back
         while not self.is_finished and self._stream is not None:
             try:
-                news = await self._read(self._stream, flush_at if updates and not gather else None)
+                news = await self._read(self._stream, math.inf if gather else flush_at)
             except ServingError:
                 if updates and not gather:
                     yield list(updates.values())
                 raise
-            if news is not None:
-                self._process(news, updates)
-                if news.ended and not self.is_finished:
-                    raise InvariantError(f"stream ended with open sequences: {self._built.request}")
+            self._process(news, updates)
+            if news.ended and not self.is_finished:
+                raise InvariantError(f"stream ended with open sequences: {self._built.request}")
             if not updates or gather or self.is_finished:
                 continue
             now = self._clock()
@@ -240,16 +240,26 @@ class Generation:
             for index, processor in enumerate(self._built.processors)
         )
 
-    async def _read(self, stream: TokenStream, until: float | None) -> StreamNews | None:
-        """News, or None when `until` came first."""
+    async def _read(self, stream: TokenStream, until: float) -> StreamNews:
+        """What came by then or with the end of a sequence; at least one token if that is past.
+
+        Tokens that nobody can see yet are left to gather, so that a request costs something per
+        response, not per token. Two are wanted at once: the first, whose time is measured, and any
+        that may complete a stop string, because the device goes on until it is told.
+        """
+        is_eager = bool(self._built.request.sampling.stop) or self._last_token_at is None
+        wait = stream.read if is_eager else stream.read_end
         try:
-            if until is None:
+            remaining_s = until - self._clock()
+            if remaining_s <= 0:
                 return await stream.read()
+            if until == math.inf:
+                return await wait()
             try:
-                async with asyncio.timeout(max(0.0, until - self._clock())):
-                    return await stream.read()
+                async with asyncio.timeout(remaining_s):
+                    return await wait()
             except TimeoutError:
-                return None
+                return stream.take()
         except AbortedError:
             if self._claim.is_replaced:
                 raise AbortedError(

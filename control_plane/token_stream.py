@@ -1,23 +1,24 @@
 """What the edge reads of one request: tokens, ends and failure, coalesced between reads.
 
-Owns the news that was not read yet; at most the request's own tokens, so it needs no bound of its
-own. Does not know text, clients or replicas. The engine's side never blocks and never awaits.
+Tokens are read out of the token logs themselves, so a step costs a stream nothing unless its reader
+sleeps until the next token. Owns: how far each log was read, ends and failure that were not.
+Does not know text, clients or replicas. The engine's side never blocks and never awaits.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from control_plane.errors import ServingError
-    from control_plane.request import FinishReason
+    from control_plane.request import FinishReason, Sequence
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SequenceNews:
     """What happened to one sequence since the last read.
 
@@ -28,7 +29,7 @@ class SequenceNews:
     """
 
     index: int
-    token_ids: list[int] = field(default_factory=list[int])
+    token_ids: list[int]
     finish_reason: FinishReason | None = None
 
 
@@ -37,12 +38,34 @@ class StreamNews:
     """Everything since the last read, one entry per sequence that has any.
 
     Attributes:
-        sequences: In order of first news.
+        sequences: By index.
         ended: Nothing will follow: every sequence has finished.
     """
 
     sequences: list[SequenceNews]
     ended: bool
+
+
+class TokenReaders:
+    """The streams whose readers sleep until the next token. One per cluster.
+
+    A step with hundreds of sequences asks here once, instead of telling each of its streams.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[Sequence, TokenStream] = {}
+
+    def wake(self, sequences: Iterable[Sequence]) -> None:
+        """These sequences have got a token each."""
+        if self._streams:
+            for sequence in self._streams.keys() & sequences:
+                self._streams[sequence].wake()
+
+    def add(self, sequence: Sequence, stream: TokenStream) -> None:
+        self._streams[sequence] = stream
+
+    def discard(self, sequence: Sequence) -> None:
+        self._streams.pop(sequence, None)
 
 
 class TokenStream:
@@ -51,38 +74,33 @@ class TokenStream:
     Both live on one event loop. A failure is delivered after the tokens that came before it.
     """
 
-    __slots__ = ("_error", "_news", "_open", "_wake", "closed")
+    __slots__ = ("_ends", "_error", "_open", "_positions", "_readers", "_wake", "closed")
 
-    def __init__(self, indices: Iterable[int] = (0,)) -> None:
-        """Open a stream.
+    def __init__(self, sequences: Iterable[Sequence], readers: TokenReaders) -> None:
+        """Open a stream behind what the logs hold now.
 
         Args:
-            indices: The sequences that will finish; the stream has ended when all of them have.
+            sequences: Those that will finish; the stream has ended when all of them have.
+            readers: Where a reader that waits for a token is known.
         """
-        self._open = set(indices)
-        self._news: dict[int, SequenceNews] = {}
+        self._positions = {s: len(s.output_token_ids) for s in sequences}
+        self._open = set(self._positions)
+        self._ends: dict[Sequence, FinishReason] = {}  # not read yet
         self._error: ServingError | None = None
+        self._readers = readers
         self._wake = asyncio.Event()
         self.closed = not self._open
 
-    def push(self, index: int, token_ids: Iterable[int]) -> None:
-        """Add output tokens; dropped if the sequence has ended."""
-        if index in self._open and self._error is None:
-            self._entry(index).token_ids.extend(token_ids)
-            self._wake.set()
+    def wake(self) -> None:
+        """There is a token."""
+        self._wake.set()
 
-    def push_token(self, index: int, token_id: int) -> None:
-        """`push` of one token, for the loop over every row of a step."""
-        if index in self._open and self._error is None:
-            self._entry(index).token_ids.append(token_id)
-            self._wake.set()
-
-    def finish(self, index: int, reason: FinishReason) -> None:
-        """End one sequence; later tokens of it are dropped."""
-        if index not in self._open or self._error is not None:
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End one sequence; its log does not grow any more."""
+        if sequence not in self._open or self._error is not None:
             return
-        self._entry(index).finish_reason = reason
-        self._open.discard(index)
+        self._ends[sequence] = reason
+        self._open.discard(sequence)
         self.closed = not self._open
         self._wake.set()
 
@@ -102,7 +120,24 @@ class TokenStream:
         Raises:
             ServingError: The request failed, and everything that came before was read.
         """
-        if not self._news and not self.closed:
+        if not self._has_news():
+            waiting = tuple(self._open)
+            for sequence in waiting:
+                self._readers.add(sequence, self)
+            try:
+                await self._wake.wait()
+            finally:
+                for sequence in waiting:
+                    self._readers.discard(sequence)
+        return self.take()
+
+    async def read_end(self) -> StreamNews:
+        """`read`, but tokens alone are no news: they gather until something ends.
+
+        Raises:
+            ServingError: As `read`.
+        """
+        if not (self._ends or self.closed):
             await self._wake.wait()
         return self.take()
 
@@ -113,14 +148,23 @@ class TokenStream:
             ServingError: As `read`.
         """
         self._wake.clear()
-        if self._error is not None and not self._news:
+        news: list[SequenceNews] = []
+        for sequence, position in self._positions.items():
+            token_ids = sequence.output_token_ids[position:]
+            reason = self._ends.get(sequence)
+            if token_ids or reason is not None:
+                self._positions[sequence] = position + len(token_ids)
+                news.append(SequenceNews(sequence.index, token_ids, reason))
+        for sequence in self._ends:
+            del self._positions[sequence]
+        self._ends.clear()
+        if self._error is not None and not news:
             raise self._error
-        sequences = list(self._news.values())
-        self._news = {}
-        return StreamNews(sequences, ended=self.closed and self._error is None)
+        return StreamNews(news, ended=self.closed and self._error is None)
 
-    def _entry(self, index: int) -> SequenceNews:
-        entry = self._news.get(index)
-        if entry is None:
-            entry = self._news[index] = SequenceNews(index)
-        return entry
+    def _has_news(self) -> bool:
+        return (
+            self.closed
+            or bool(self._ends)
+            or any(len(s.output_token_ids) > p for s, p in self._positions.items())
+        )
