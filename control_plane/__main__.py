@@ -7,6 +7,7 @@ invariant, 2 for a start that cannot succeed). Does not know: anything that happ
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -51,6 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         models = [(source.name, _fetch(source.location)) for source in config.models]
         catalog = ModelCatalog([load_model(path, name) for name, path in models])
+        # What is there now stays: walking it costs every full collection 40 ms, for all streams.
+        gc.collect()
+        gc.freeze()
         return uvloop.run(_run(config, catalog))
     except (PortTakenError, ValueError) as error:
         print(f"pagewire-control: error: {error}", file=sys.stderr)
