@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from control_plane.losses import RETRY_ALONE_AT
 from control_plane.scheduled_step import AddedSequence
 from control_plane.waiting_queue import WaitingQueue
 
@@ -21,9 +22,8 @@ if TYPE_CHECKING:
     from control_plane.request import Request, Version
     from control_plane.running_batch import RunningBatch
 
-# A request that was in flight at so many losses is retried alone: it may be their cause.
-RETRY_ALONE_AT = 2
-# Tokens after which it is believed not to be: more than any lookahead window holds steps.
+# Output tokens after which a request that was retried alone is believed to be harmless: more than
+# any lookahead window holds steps.
 PROBATION_TOKENS = 8
 
 

@@ -1,8 +1,7 @@
 """One replica's control stream as a state machine: messages in, messages and tokens out.
 
-Owns: versions, the window of unconfirmed steps, Resets and their count, the mark that a loss leaves
-on a request, lease and step timeout, and that replica's Scheduler. Does not know grpc, asyncio,
-clocks (time is an argument), other replicas, or clients.
+Owns: versions, Resets and their count, lease and step timeout, and that replica's Scheduler. Does
+not know grpc, asyncio, clocks (time is an argument), other replicas, or clients.
 
 A ProtocolError out of any method means: end this worker's stream with it, then `detach`.
 """
@@ -10,21 +9,17 @@ A ProtocolError out of any method means: end this worker's stream with it, then 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from control_plane.engine_config import EngineCounters
-from control_plane.errors import (
-    Code,
-    InvariantError,
-    ProtocolError,
-    ReplayLimitError,
-)
+from control_plane.errors import Code, InvariantError, ProtocolError
 from control_plane.index_recovery import IndexRecovery
+from control_plane.losses import mark_lost
 from control_plane.plan import count_prompt_tokens, decode_step_result, encode_plan, malformed
 from control_plane.request import Version
 from control_plane.scheduled_step import ResultMismatchError
+from control_plane.step_window import StepWindow
 from protos.pagewire.v1 import worker_pb2
 
 if TYPE_CHECKING:
@@ -39,9 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A request fails at its third loss (of the worker, or StepFailed) while in flight. From its second
-# on the scheduler runs it alone, so that it can take nobody along.
-MAX_LOSSES = 3
 # Resets that answer the worker, without a confirmed step between them, that end its stream.
 MAX_RESETS_IN_A_ROW = 3
 
@@ -65,9 +57,7 @@ class EngineCore:
         self.confirmed_version = 0
         self._output = output
         self._reset_version = 0
-        # Versions of the plans sent and not confirmed, and since when the oldest can be running.
-        self._in_flight: deque[int] = deque()
-        self._step_since = 0.0
+        self._window = StepWindow(config.lookahead)
         self._resets_in_a_row = 0
         self._last_audit = float("-inf")
         # What the store has to offer for this replica: None while that is unknown.
@@ -117,7 +107,7 @@ class EngineCore:
         self._recovery = None
         if lost:
             self._mark_lost(self.scheduler.requests_in_flight())
-        self._in_flight.clear()
+        self._window.clear()
         requests = self.scheduler.evacuate()
         self._unstarted.clear()
         self.unstarted_tokens = 0
@@ -168,7 +158,7 @@ class EngineCore:
             return
         if self._recovery is not None:
             self._recovery.end_hold()
-        while len(self._in_flight) <= self.config.lookahead:
+        while self._window.has_room:
             step = self.scheduler.schedule(Version(self.sent_version + 1))
             if step is None:
                 break
@@ -190,22 +180,21 @@ class EngineCore:
                 code=Code.DEADLINE_EXCEEDED,
                 lease_s=self.config.lease_s,
             )
-        if self._in_flight and now - self._step_since >= self.config.step_timeout_s:
+        since = self._window.since
+        if since is not None and now - since >= self.config.step_timeout_s:
             raise ProtocolError(
                 "STEP_TIMEOUT",
-                f"Plan {self._in_flight[0]} is unconfirmed after {now - self._step_since:.1f} s; "
+                f"Plan {self._window.oldest} is unconfirmed after {now - since:.1f} s; "
                 f"the limit is {self.config.step_timeout_s:g} s.",
                 code=Code.DEADLINE_EXCEEDED,
-                version=self._in_flight[0],
+                version=self._window.oldest,
                 step_timeout_s=self.config.step_timeout_s,
             )
 
     def next_check(self) -> float:
         """When `check` may have something to say, if nothing happens before."""
-        lease = self.last_heard + self.config.lease_s
-        if not self._in_flight:
-            return lease
-        return min(lease, self._step_since + self.config.step_timeout_s)
+        lease, since = self.last_heard + self.config.lease_s, self._window.since
+        return lease if since is None else min(lease, since + self.config.step_timeout_s)
 
     # The prefix index of an earlier process.
 
@@ -288,12 +277,12 @@ class EngineCore:
     @property
     def num_in_flight(self) -> int:
         """Plans sent and not confirmed."""
-        return len(self._in_flight)
+        return len(self._window)
 
     @property
     def is_idle(self) -> bool:
         """Nothing to compute and nothing awaited."""
-        return not (self._in_flight or self.scheduler.has_work)
+        return not (len(self._window) or self.scheduler.has_work)
 
     # Messages of the worker.
 
@@ -301,7 +290,7 @@ class EngineCore:
         columns = decode_step_result(message, vocab_size=self.config.vocab_size)
         if columns.version <= self._reset_version:
             return
-        oldest = self._in_flight[0] if self._in_flight else None
+        oldest = self._window.oldest
         if columns.version != oldest or columns.step != 0:
             self._answer_with_reset(
                 f"result of plan {columns.version} step {columns.step}, expected {oldest} step 0"
@@ -319,9 +308,7 @@ class EngineCore:
         except ResultMismatchError as error:
             self._answer_with_reset(str(error))
             return
-        self._in_flight.popleft()
-        # The next one is what the worker runs now.
-        self._step_since = now
+        self._window.confirm(now)
         self.confirmed_version = columns.version
         self._resets_in_a_row = 0
         self.counters.generation_tokens += len(update.token_ids)
@@ -345,7 +332,7 @@ class EngineCore:
         blamed = self.scheduler.requests_in_flight()
         # Closed before anything else, so that losing the replica over it marks nobody twice.
         self.scheduler.reset()
-        self._in_flight.clear()
+        self._window.clear()
         self._mark_lost(blamed)
         self._answer_with_reset(
             f"step of plan {failed.version} failed: {failed.status.message[:500]}"
@@ -379,7 +366,7 @@ class EngineCore:
         self.sent_version += 1
         self._reset_version = self.sent_version
         self.confirmed_version = self.sent_version
-        self._in_flight.clear()
+        self._window.clear()
         self.counters.num_resets += 1
         self._output.send(
             worker_pb2.ControlMessage(reset=worker_pb2.Reset(version=self.sent_version))
@@ -388,9 +375,7 @@ class EngineCore:
     def _send_plan(self, step: ScheduledStep, now: float) -> None:
         message = worker_pb2.ControlMessage(plan=encode_plan(step))
         self.sent_version = int(step.version)
-        if not self._in_flight:
-            self._step_since = now
-        self._in_flight.append(self.sent_version)
+        self._window.sent(self.sent_version, now)
         self.counters.plans_sent += 1
         self.counters.plan_bytes += message.ByteSize()
         self.counters.prompt_tokens_sent += count_prompt_tokens(step)
@@ -417,11 +402,9 @@ class EngineCore:
 
     def _mark_lost(self, requests: Iterable[Request]) -> None:
         """Count a loss for each; fail those at their last one."""
-        for request in requests:
-            request.num_losses += 1
-            if request.num_losses >= MAX_LOSSES:
-                self.abort(request)
-                self._output.fail(request, _replay_limit(request))
+        for request, error in mark_lost(requests):
+            self.abort(request)
+            self._output.fail(request, error)
 
     def _count_started(self, update: StepUpdate) -> None:
         if self._unstarted:
@@ -437,13 +420,4 @@ def _count_replayed(step: ScheduledStep) -> int:
         added.token_ids.size - added.num_computed_tokens
         for added in step.added
         if added.sequence.num_admissions > 1
-    )
-
-
-def _replay_limit(request: Request) -> ReplayLimitError:
-    return ReplayLimitError(
-        f"The request was in flight at {request.num_losses} lost workers or failed steps, which "
-        f"is the limit; its last retry ran alone. Something in it seems to break the worker.",
-        num_losses=request.num_losses,
-        limit=MAX_LOSSES,
     )

@@ -26,8 +26,9 @@ from hypothesis.stateful import (
 from control_plane import router
 from control_plane.cluster_config import ClusterConfig
 from control_plane.engine_config import EngineConfig
-from control_plane.engine_core import MAX_LOSSES, EngineCore
+from control_plane.engine_core import EngineCore
 from control_plane.errors import ProtocolError, ReplayLimitError, ServingError
+from control_plane.losses import MAX_LOSSES
 from control_plane.replica import ReplicaShape, build_scheduler, read_hello
 from control_plane.request import FinishReason, Request, SamplingParams
 from control_plane.served_model import ServedModel
