@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from control_plane.request import Sequence as RequestSequence
     from control_plane.scheduled_step import StepUpdate
     from control_plane.served_model import ServedModel
+    from control_plane.stream_observer import StreamObservers
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Cluster:
         prefix_store: PrefixStore,
         *,
         clock: Callable[[], float] = time.monotonic,
+        observers: StreamObservers | None = None,
     ) -> None:
         """Build it on the running loop. The prefix store is started and closed by the caller."""
         if not models:
@@ -67,7 +69,13 @@ class Cluster:
         self._store = prefix_store
         self._failure = Failure()
         self.fleet = Fleet(
-            config, models, prefix_store, requests=self, failure=self._failure, clock=clock
+            config,
+            models,
+            prefix_store,
+            requests=self,
+            failure=self._failure,
+            clock=clock,
+            observers=observers,
         )
         self._live: dict[str, Live] = {}
         self._readers = TokenReaders()

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from control_plane.scheduled_step import StepUpdate
     from control_plane.scheduler import Scheduler
     from control_plane.served_model import ServedModel
+    from control_plane.stream_observer import StreamObserver
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class Engine:
         scope: PrefixScope,
         owner: EngineOwner,
         clock: Callable[[], float],
+        observer: StreamObserver | None = None,
     ) -> None:
         """Build an engine that is not attached. Epoch and shape are its own for life."""
         self.replica_id = replica_id
@@ -105,6 +107,7 @@ class Engine:
         self._scope = scope
         self._owner = owner
         self._clock = clock
+        self._observer = observer
         self._stream: WorkerStream | None = None
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -155,6 +158,8 @@ class Engine:
         self.facts = facts
         self._stream = stream
         self._drain_ends_at = float("inf")
+        if self._observer is not None:
+            self._observer.attached(facts)
         # A worker that applied nothing in this epoch has nothing to find again.
         asks = self._caches_prefixes and facts.applied_version > 0
         welcome = worker_pb2.Welcome(
@@ -178,6 +183,8 @@ class Engine:
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.end(error)
+            if self._observer is not None:
+                self._observer.ended(error)
         self._timer.cancel()
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
@@ -198,6 +205,8 @@ class Engine:
         """
         if self._stream is not stream:
             return
+        if self._observer is not None:
+            self._observer.received(message)
         num_step_failures = self.core.counters.num_step_failures
         self.core.receive(message, self._clock())
         self._store.renew(self._scope, self.core.live_entries)
@@ -285,6 +294,8 @@ class Engine:
         """Pass a message of the core on to the worker."""
         if self._stream is not None:
             self._stream.send(message)
+            if self._observer is not None:
+                self._observer.sent(message)
             self._last_sent_s = self._clock()
 
     def advance(self, update: StepUpdate) -> None:

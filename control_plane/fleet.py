@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from control_plane.request import Request
     from control_plane.scheduled_step import StepUpdate
     from control_plane.served_model import ServedModel
+    from control_plane.stream_observer import StreamObservers
     from protos.pagewire.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class Fleet:
         requests: RequestOwner,
         failure: Failure,
         clock: Callable[[], float],
+        observers: StreamObservers | None = None,
     ) -> None:
         """Build an empty fleet."""
         self._config = config
@@ -89,6 +91,7 @@ class Fleet:
         self._requests = requests
         self._failure = failure
         self._clock = clock
+        self._observers = observers
         self._engines: dict[str, Engine] = {}
         self._geometries: dict[str, KvGeometry] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -238,6 +241,9 @@ class Fleet:
             scope=PrefixScope(config.deployment, facts.model_fingerprint, shape.replica_epoch),
             owner=self,
             clock=self._clock,
+            observer=None
+            if self._observers is None
+            else self._observers.observe(facts.replica_id, model.name),
         )
         self._drop(facts.replica_id)
         self._engines[facts.replica_id] = engine
