@@ -19,6 +19,8 @@ from control_plane.errors import InvariantError, ServingError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from google.protobuf.message import Message
+
     from control_plane.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -76,6 +78,19 @@ class CallGuard:
         logger.error("call failed: error=%s where=%s", type(error).__name__, describe_place(error))
         if isinstance(error, InvariantError):
             self._on_fatal(error)
+
+
+async def write(context: Any, response: Message) -> None:
+    """Send a response.
+
+    Raises:
+        asyncio.CancelledError: The client is gone. A write can fail of that a moment before gRPC
+            cancels the handler.
+    """
+    try:
+        await context.write(response)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
 
 
 def describe_place(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from control_plane import rpc_status
+from control_plane.call_errors import write
 from control_plane.errors import DuplicateRequestError, InvalidRequestError, ServingError
 from control_plane.request_checks import check_request_id
 from control_plane.responses import to_outputs
@@ -45,23 +46,34 @@ class BatchCall:
         self._slots = asyncio.Semaphore(window)
         self._writing = asyncio.Lock()
         self._unfinished: set[str] = set()
+        self._client_is_gone = False
 
     async def run(self) -> None:
-        """Serve the stream until the client has closed its side and every response is written."""
+        """Serve the stream until the client has closed its side and every response is written.
+
+        Raises:
+            asyncio.CancelledError: The client went away before that.
+        """
         # Leaving the group by cancellation cancels every request of the stream.
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self._slots.acquire()
                 message = await self._context.read()
                 if message is grpc.aio.EOF:
-                    return
+                    break
                 tasks.create_task(self._serve(message))
+        if self._client_is_gone:
+            raise asyncio.CancelledError
 
     async def _serve(self, message: inference_pb2.GenerateBatchRequest | ServingError) -> None:
         try:
             response = await self._answer(message)
             async with self._writing:
-                await self._context.write(response)
+                await write(self._context, response)
+        except asyncio.CancelledError:
+            # To the group this task has merely ended.
+            self._client_is_gone = True
+            raise
         finally:
             self._slots.release()
 

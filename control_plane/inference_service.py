@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
-from control_plane.call_errors import CallGuard
+from control_plane.call_errors import CallGuard, write
 from control_plane.errors import ServingError, SlowClientError
 from control_plane.generate_batch import BatchCall
 from control_plane.message_decoding import MessageDecoder
@@ -140,7 +140,7 @@ class InferenceService:
         limit_s = self._limits.write_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await context.write(response)
+                await write(context, response)
         except TimeoutError:
             raise SlowClientError(
                 f"The client left a response unread for {limit_s:g} seconds, so its stream was "
