@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING
 from data_plane.config import parse_args, read_token
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from data_plane.config import WorkerConfig
     from data_plane.control_stream import StreamOptions
+    from data_plane.simulated_worker import SimulatedWorker
     from data_plane.worker import Worker
 
 logger = logging.getLogger("data_plane")
@@ -45,11 +49,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         from data_plane.control_stream import StreamOptions
         from data_plane.step_work import StepError
-        from data_plane.worker import build_worker
+
+        build = _builder(config)
     except ModuleNotFoundError as error:
         print(
             f"pagewire-worker: error: the package {error.name} is missing; a worker needs "
-            "pip install 'pagewire[worker]'",
+            f"pip install 'pagewire[{'control' if config.simulate else 'worker'}]'",
             file=sys.stderr,
         )
         return EXIT_CANNOT_START
@@ -61,16 +66,31 @@ def main(argv: list[str] | None = None) -> int:
             token=config.token_file and read_token(config.token_file),
             grace_s=config.grace_s,
         )
-        worker = build_worker(config)
+        workers = build()
     except (ValueError, OSError, StepError) as error:
         print(f"pagewire-worker: error: {error}", file=sys.stderr)
         return EXIT_CANNOT_START
-    exit_code, has_hung_step = asyncio.run(_run(options, worker))
+    exit_code, has_hung_step = asyncio.run(_run(options, workers))
+    if config.simulate:
+        from data_plane.simulated_worker import log_counters
+
+        log_counters(workers)
     if has_hung_step:
         # A device call that never returns would keep the interpreter from shutting down.
         logging.shutdown()
         os._exit(exit_code)
     return exit_code
+
+
+def _builder(config: WorkerConfig) -> Callable[[], Sequence[Worker | SimulatedWorker]]:
+    """What makes the process's workers; importing torch only where it is used."""
+    if config.simulate is not None:
+        from data_plane.simulated_worker import build_simulated_workers
+
+        return lambda: build_simulated_workers(config)
+    from data_plane.worker import build_worker
+
+    return lambda: [build_worker(config)]
 
 
 def _leave(number: int, _: object) -> None:
@@ -83,10 +103,15 @@ def _leave(number: int, _: object) -> None:
     os._exit(0 if number == signal.SIGTERM else 128 + number)
 
 
-async def _run(options: StreamOptions, worker: Worker) -> tuple[int, bool]:
+async def _run(
+    options: StreamOptions, workers: Sequence[Worker | SimulatedWorker]
+) -> tuple[int, bool]:
+    """Serve until every worker has left; the first exit code that is not 0, and if one hangs."""
     from data_plane.control_stream import ControlStream
 
-    stream = ControlStream(options, protocol=worker.protocol, runner=worker.runner)
+    streams = [
+        ControlStream(options, protocol=worker.protocol, runner=worker.runner) for worker in workers
+    ]
     signalled = False
 
     def on_signal(number: int) -> None:
@@ -96,14 +121,17 @@ async def _run(options: StreamOptions, worker: Worker) -> tuple[int, bool]:
             logging.shutdown()
             os._exit(128 + number)
         signalled = True
-        stream.begin_drain()
+        for stream in streams:
+            stream.begin_drain()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    worker_id = worker.protocol.identity.worker_id
-    logger.info("dialling: worker=%s address=%s", worker_id, options.address)
-    return await stream.run(), stream.has_hung_step
+    for worker in workers:
+        worker_id = worker.protocol.identity.worker_id
+        logger.info("dialling: worker=%s address=%s", worker_id, options.address)
+    exit_codes = await asyncio.gather(*(stream.run() for stream in streams))
+    return next(filter(None, exit_codes), 0), any(stream.has_hung_step for stream in streams)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_plane.simulated_profile import PROFILES, SimulationProfile, read_profile
 from protos.model_location import ModelLocation, locate_model
 from protos.tls_files import CLIENT_FLAGS, TlsFiles
 
@@ -20,6 +21,8 @@ _ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?)", re.IGNORECASE)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
+# Each has two threads and a connection; beyond this a process is short of both.
+MAX_SIMULATED_WORKERS = 256
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
@@ -41,6 +44,9 @@ examples:
 
   # a small one on the CPU
   pagewire-worker --model ./my-model --device cpu --kv-cache-memory 512MiB --max-model-len 2048
+
+  # 16 that compute nothing but take an H200's time, to measure a control plane with
+  pagewire-worker --model ./my-model --simulate h200-0.6b --simulate-workers 16
 
 SIGTERM or SIGINT drains: the worker takes nothing new, finishes its sequences within --grace-s and
 exits with 0; a second signal ends it at once. Other exit codes: 1 internal fault, 2 it cannot start
@@ -73,6 +79,9 @@ class WorkerConfig:
         load_format: One of LOAD_FORMATS.
         enforce_eager: No CUDA graphs.
         threads: CPU threads of one step.
+        simulate: Compute nothing, only take this long; None: a real worker.
+        simulate_workers: So many simulated workers in this process, each with a number behind its
+            ids if there are several.
         grace_s: How long a draining worker waits for its sequences.
         log_level: Of the standard library's names, lower case.
     """
@@ -96,6 +105,8 @@ class WorkerConfig:
     load_format: str = "auto"
     enforce_eager: bool = False
     threads: int = 1
+    simulate: SimulationProfile | None = None
+    simulate_workers: int = 1
     grace_s: float = 30.0
     log_level: str = "info"
 
@@ -126,6 +137,7 @@ class WorkerConfig:
             ("max_model_len", 2),
             ("max_num_batched_tokens", 1),
             ("threads", 1),
+            ("simulate_workers", 1),
         ):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -145,6 +157,30 @@ class WorkerConfig:
             )
         if not self.grace_s >= 0:
             raise ValueError(f"--grace-s must not be negative, got {self.grace_s}")
+        self._check_simulation()
+
+    def _check_simulation(self) -> None:
+        if self.simulate is None:
+            if self.simulate_workers != 1:
+                raise ValueError("--simulate-workers needs --simulate: real workers are processes")
+            return
+        if self.simulate_workers > MAX_SIMULATED_WORKERS:
+            raise ValueError(
+                f"--simulate-workers must be at most {MAX_SIMULATED_WORKERS}, got "
+                f"{self.simulate_workers}; start further processes"
+            )
+        # What says how tensors are computed or kept has no meaning without any.
+        for name, nothing in (
+            ("attention_backend", "auto"),
+            ("load_format", "auto"),
+            ("enforce_eager", False),
+            ("kv_cache_memory", None),
+            ("gpu_memory_utilization", 0.9),
+        ):
+            if getattr(self, name) != nothing:
+                raise ValueError(f"{_flag(name)} has no meaning with --simulate: nothing computes")
+        if self.device == "cuda":
+            raise ValueError("--device cuda has no meaning with --simulate: no device is used")
 
 
 def parse_args(argv: list[str] | None = None) -> WorkerConfig:
@@ -175,6 +211,8 @@ def parse_args(argv: list[str] | None = None) -> WorkerConfig:
             load_format=args.load_format,
             enforce_eager=args.enforce_eager,
             threads=default_threads() if args.threads is None else args.threads,
+            simulate=None if args.simulate is None else read_profile(args.simulate),
+            simulate_workers=args.simulate_workers,
             grace_s=args.grace_s,
             log_level=args.log_level,
         )
@@ -379,6 +417,24 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens that one step computes at most: larger means shorter time to the first token, "
         "longer pauses for the others (default: 8192 on a GPU, 512 on a CPU)",
+    )
+
+    simulation = parser.add_argument_group("simulation")
+    simulation.add_argument(
+        "--simulate",
+        metavar="PROFILE",
+        help="compute nothing: say made-up words, the same for the same request, after the time "
+        f"that a device would take. PROFILE is {', '.join(PROFILES)}, a time per step such as "
+        "8ms, or FILE.json with step_us, row_us, kv_token_us, prefill_token_us, ... Needs no "
+        "torch; of the model only its configuration is used",
+    )
+    simulation.add_argument(
+        "--simulate-workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="so many simulated workers in this process, each a replica of its own "
+        "(default: %(default)s)",
     )
 
     parser.add_argument(
