@@ -22,12 +22,13 @@ from control_plane.errors import (
 from control_plane.failure import Failure
 from control_plane.fleet import Fleet, shutting_down
 from control_plane.request import FinishReason
+from control_plane.run_clock import RunClock
 from control_plane.stats import ClusterSnapshot
 from control_plane.token_stream import TokenReaders, TokenStream
 from control_plane.waiting_room import Live, WaitingRoom
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from control_plane.cluster_config import ClusterConfig
     from control_plane.errors import ServingError
@@ -41,15 +42,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1.0
+# Lateness of this process that is not the workers' fault.
+_STALL_S = 0.5
 
 
 class Cluster:
     """Where requests enter and tokens come back. Everything runs on one event loop.
 
-    Deadlines are absolute, on `clock` (monotonic seconds).
-
     Attributes:
         fleet: The replicas; what `WorkerService` attaches workers to.
+        clock: Seconds that this process has run: leases and timeouts count on it.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Cluster:
         models: Sequence[ServedModel],
         prefix_store: PrefixStore,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: RunClock | None = None,
         observers: StreamObservers | None = None,
     ) -> None:
         """Build it on the running loop. The prefix store is started and closed by the caller."""
@@ -66,6 +68,7 @@ class Cluster:
             raise ValueError("a control plane serves at least one model")
         self.config = config
         self.models = {model.name: model for model in models}
+        self.clock = clock or RunClock(tolerance_s=min(_STALL_S, config.lease_s / 8))
         self._store = prefix_store
         self._failure = Failure()
         self.fleet = Fleet(
@@ -74,12 +77,12 @@ class Cluster:
             prefix_store,
             requests=self,
             failure=self._failure,
-            clock=clock,
+            clock=self.clock,
             observers=observers,
         )
         self._live: dict[str, Live] = {}
         self._readers = TokenReaders()
-        self._waiting = WaitingRoom(config.replica_wait_s, self._end, clock)
+        self._waiting = WaitingRoom(config.replica_wait_s, self._end, self.clock)
         self._superseded = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -92,6 +95,7 @@ class Cluster:
     async def start(self) -> None:
         """Begin to take requests; workers attach through `fleet`."""
         self._started_at_s = time.time()
+        self.clock.start()
 
     async def stop(self) -> None:
         """End every worker's stream and fail what is still live with ShuttingDownError."""
@@ -99,6 +103,7 @@ class Cluster:
         self._fail_all()
         self._waiting.close()
         await self.fleet.stop()
+        self.clock.stop()
 
     async def failed(self) -> NoReturn:
         """Wait for a broken invariant; the process must end on it.
@@ -138,13 +143,14 @@ class Cluster:
     # Requests.
 
     def submit(
-        self, request: Request, deadline: float | None = None, *, model: str | None = None
+        self, request: Request, *, timeout_s: float | None = None, model: str | None = None
     ) -> TokenStream:
         """Take a request; its tokens come back through the stream.
 
         Args:
             request: Its `req_id` is unique among live requests (the edge sees to that).
-            deadline: Bounds only the wait for a replica; the edge aborts what runs past it.
+            timeout_s: Until the client's deadline. Bounds only the wait for a replica; the edge
+                aborts what runs past it.
             model: Name of the served model; None where there is only one.
 
         Raises:
@@ -168,6 +174,7 @@ class Cluster:
         if request.is_finished:
             return stream
         self._check_queue(request)
+        deadline = None if timeout_s is None else self.clock() + timeout_s
         live = Live(request, stream, served, deadline)
         self._live[request.req_id] = live
         self._empty.clear()
@@ -278,6 +285,8 @@ class Cluster:
             prefix_store=self._store.describe(),
             num_replicas_lost=self.fleet.num_lost,
             num_replays=self._num_replays,
+            num_stalls=self.clock.num_stalls,
+            stalled_s=self.clock.stalled_s,
         )
 
     # Placing.

@@ -19,7 +19,7 @@ from control_plane.wake_timer import WakeTimer
 from protos.pagewire.v1 import worker_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from control_plane.engine_config import EngineConfig
     from control_plane.errors import ServingError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from control_plane.replica import ReplicaShape, WorkerFacts
     from control_plane.request import BlockHash, BlockId, FinishReason, Request, Version
     from control_plane.request import Sequence as RequestSequence
+    from control_plane.run_clock import RunClock
     from control_plane.scheduled_step import StepUpdate
     from control_plane.scheduler import Scheduler
     from control_plane.served_model import ServedModel
@@ -92,7 +93,7 @@ class Engine:
         store: PrefixStore,
         scope: PrefixScope,
         owner: EngineOwner,
-        clock: Callable[[], float],
+        clock: RunClock,
         observer: StreamObserver | None = None,
     ) -> None:
         """Build an engine that is not attached. Epoch and shape are its own for life."""
@@ -114,6 +115,7 @@ class Engine:
         self._timer = WakeTimer(self._wake.set)
         self._drain_ends_at = float("inf")
         self._last_sent_s = 0.0
+        self._num_stalls = 0
         self._caches_prefixes = scheduler.kv_cache_manager.config.enable_prefix_caching
         self._recovery: asyncio.Task[None] | None = None
 
@@ -158,6 +160,7 @@ class Engine:
         self.facts = facts
         self._stream = stream
         self._drain_ends_at = float("inf")
+        self._num_stalls = self._clock.num_stalls
         if self._observer is not None:
             self._observer.attached(facts)
         # A worker that applied nothing in this epoch has nothing to find again.
@@ -239,7 +242,9 @@ class Engine:
                 self._owner.lose(self, None, lost=False)
                 return
             heartbeat_at = self._last_sent_s + self.core.config.lease_s / 3
-            if now >= heartbeat_at:
+            if now >= heartbeat_at or self._num_stalls != self._clock.num_stalls:
+                # After a stall at once: the worker's lease went on.
+                self._num_stalls = self._clock.num_stalls
                 self.send(worker_pb2.ControlMessage(heartbeat=worker_pb2.Heartbeat()))
                 heartbeat_at = now + self.core.config.lease_s / 3
             times = [self.core.next_check(), self._drain_ends_at, heartbeat_at]

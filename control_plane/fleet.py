@@ -24,7 +24,7 @@ from control_plane.replica import (
 from control_plane.term import Term
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from control_plane.cluster_config import ClusterConfig
     from control_plane.engine import WorkerStream
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from control_plane.prefix_store import PrefixStore
     from control_plane.replica import KvGeometry, WorkerFacts
     from control_plane.request import Request
+    from control_plane.run_clock import RunClock
     from control_plane.scheduled_step import StepUpdate
     from control_plane.served_model import ServedModel
     from control_plane.stream_observer import StreamObservers
@@ -42,6 +43,10 @@ logger = logging.getLogger(__name__)
 
 # A lost replica keeps its pool and index this long, in case the same KV memory comes back.
 _KEEP_LOST_S = 300.0
+# A worker that heard nothing for so long, or for a third of its lease, may end its stream.
+_LONG_STALL_S = 3.0
+# How long after a stall the streams that it cost are seen to have ended, or a third of the lease.
+_AFTER_STALL_S = 1.0
 # Superseded processes that are remembered, oldest forgotten first.
 _MAX_SUPERSEDED = 1024
 
@@ -81,7 +86,7 @@ class Fleet:
         *,
         requests: RequestOwner,
         failure: Failure,
-        clock: Callable[[], float],
+        clock: RunClock,
         observers: StreamObservers | None = None,
     ) -> None:
         """Build an empty fleet."""
@@ -197,7 +202,8 @@ class Fleet:
                     self._superseded[old.worker_id, old.epoch] = None
                     if len(self._superseded) > _MAX_SUPERSEDED:
                         del self._superseded[next(iter(self._superseded))]
-                self.lose(engine, _superseded(facts, facts.peer), lost=True)
+                lost = old.epoch != facts.epoch or not self._has_stalled()
+                self.lose(engine, _superseded(facts, facts.peer), lost=lost)
 
     def _step_back(self, facts: WorkerFacts, term: int) -> ProtocolError:
         logger.error(
@@ -282,7 +288,17 @@ class Fleet:
     def stream_closed(self, engine: Engine, stream: WorkerStream) -> None:
         """The worker's end of its stream is gone."""
         if engine.is_on(stream):
-            self.lose(engine, None, lost=not engine.core.draining)
+            self.lose(engine, None, lost=not (engine.core.draining or self._has_stalled()))
+
+    def _has_stalled(self) -> bool:
+        """Whether streams that end now end because nobody was here to keep them up.
+
+        That says nothing about the workers, nor about the requests in flight.
+        """
+        third_s = self._config.lease_s / 3
+        return self._clock.has_stalled(
+            for_s=min(_LONG_STALL_S, third_s), within_s=max(_AFTER_STALL_S, third_s)
+        )
 
     def lose(self, engine: Engine, error: ServingError | None, *, lost: bool) -> None:
         """End the stream of an engine's worker, then replay its requests elsewhere. Idempotent.

@@ -71,7 +71,7 @@ class GenerationService:
             cluster: Where requests run.
             builder: Checks and tokenizes.
             metrics: Counts requests and latencies.
-            clock: Monotonic seconds, the one of the cluster.
+            clock: Monotonic seconds, as a client counts them.
         """
         self._cluster = cluster
         self._builder = builder
@@ -114,8 +114,10 @@ class GenerationService:
             try:
                 stream: TokenStream | None = None
                 if not request.is_finished:
-                    deadline = None if timeout_s is None else started + timeout_s
-                    stream = self._cluster.submit(request, deadline, model=built.model.served.name)
+                    left_s = None if timeout_s is None else timeout_s + started - self._clock()
+                    stream = self._cluster.submit(
+                        request, timeout_s=left_s, model=built.model.served.name
+                    )
                 generation = Generation(
                     built,
                     stream,

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
+    from control_plane.recording import Recorder
     from control_plane.stats import ClusterSnapshot, ReplicaSnapshot
 
 logger = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.store = StoreMetrics()
+        self.recorder: Recorder | None = None
         self.time_to_first_token = LatencyHistogram(_TOKEN_BUCKETS)
         self.inter_token_latency = LatencyHistogram(_TOKEN_BUCKETS)
         self.e2e_request_latency = LatencyHistogram(_REQUEST_BUCKETS)
@@ -183,11 +185,27 @@ class Metrics:
             failure.add_metric([reason], count)
         yield failure
         yield from self.store.families()
+        if self.recorder is not None:
+            yield from _recorder_families(self.recorder)
         yield from _cluster_families(snapshot)
 
 
 def _counter(name: str, documentation: str, value: float) -> CounterMetricFamily:
     return CounterMetricFamily(_PREFIX + name, documentation, value=value)
+
+
+def _recorder_families(recorder: Recorder) -> Iterable[Metric]:
+    counts = recorder.counts
+    yield GaugeMetricFamily(
+        _PREFIX + "recorded_replicas",
+        "Replicas that are attached and recorded without a gap.",
+        value=recorder.num_active,
+    )
+    yield _counter("recording_bytes", "Written to recordings.", counts.bytes_written)
+    yield _counter("recording_gaps", "Times that messages began to be left out.", recorder.num_gaps)
+    yield _counter("recording_missing", "Messages left out.", recorder.num_missing)
+    yield _counter("recording_pauses", "Waits for a Reset.", counts.num_pauses)
+    yield _counter("recording_failures", "Recordings that ended early.", counts.num_failures)
 
 
 def _cluster_families(snapshot: ClusterSnapshot) -> Iterable[Metric]:
@@ -199,6 +217,8 @@ def _cluster_families(snapshot: ClusterSnapshot) -> Iterable[Metric]:
     yield GaugeMetricFamily(_PREFIX + "term", "Fencing number.", value=snapshot.term)
     yield _counter("replicas_lost", "Replicas lost.", snapshot.num_replicas_lost)
     yield _counter("replays", "Requests handed to a replica again.", snapshot.num_replays)
+    yield _counter("stalls", "Times that the control plane did not run.", snapshot.num_stalls)
+    yield _counter("stalled_seconds", "Time in which it did not run.", snapshot.stalled_s)
     # Labels never hold an epoch: it changes with every restart and would grow for ever.
     labels = ["model_name", "replica_id"]
     for name, documentation, read in _REPLICA_GAUGES:

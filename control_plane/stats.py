@@ -65,6 +65,8 @@ class ClusterSnapshot:
         term: 0 until the first worker has attached.
         num_replicas_lost: Losses of workers since the start.
         num_replays: Times a request was handed to a replica again.
+        num_stalls: Times that this process did not run, though it could have.
+        stalled_s: For how long, together.
     """
 
     replicas: tuple[ReplicaSnapshot, ...]
@@ -75,3 +77,5 @@ class ClusterSnapshot:
     prefix_store: str
     num_replicas_lost: int
     num_replays: int
+    num_stalls: int
+    stalled_s: float

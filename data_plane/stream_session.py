@@ -226,8 +226,11 @@ class StreamSession:
         """Send heartbeats, and end a stream on which nothing came for a lease."""
         lease_s = await asyncio.shield(self._welcome)
         interval_s = lease_s / 3
+        due_s = self._loop.time()
         while True:
             now_s = self._loop.time()
+            # If this process did not run for a while, what was said to it waits to be read.
+            self._last_heard_s = min(now_s, self._last_heard_s + now_s - due_s)
             if now_s - self._last_heard_s > lease_s:
                 return StreamEnd(
                     code=None,
@@ -245,7 +248,8 @@ class StreamSession:
             # a drained control plane has no reason to send.
             if self._protocol.num_unconfirmed == 0 and now_s - self._last_step_s > lease_s:
                 self._drained.set()
-            await asyncio.sleep(max(0.0, self._last_sent_s + interval_s - now_s))
+            due_s = max(now_s, self._last_sent_s + interval_s)
+            await asyncio.sleep(due_s - now_s)
 
     async def _leave_when_drained(self) -> StreamEnd:
         await self._drain_requested.wait()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from control_plane.prefix_store import PrefixStore
+    from control_plane.run_clock import RunClock
     from control_plane.stats import ReplicaSnapshot
     from control_plane.token_stream import TokenStream
 
@@ -155,6 +156,7 @@ async def running_cluster(
     model: ServedModel | None = None,
     store: PrefixStore | None = None,
     port: int = 0,
+    clock: RunClock | None = None,
     **config: Any,
 ) -> AsyncIterator[Harness]:
     store = store or MemoryPrefixStore()
@@ -162,6 +164,7 @@ async def running_cluster(
         ClusterConfig(**{"term_gather_s": 0.0, "audit_interval_s": 0.0, **config}),
         [model or fake_model()],
         store,
+        clock=clock,
     )
     await store.start()
     await cluster.start()
