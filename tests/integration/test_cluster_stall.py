@@ -182,5 +182,7 @@ async def test_a_worker_that_did_not_run_reads_what_was_said_before_it_leaves() 
         assert (await stream.receive(heartbeats=True)).HasField("heartbeat")
         # Nobody in this process runs, so that silence and heartbeat are both due afterwards.
         time.sleep(1.2)  # noqa: ASYNC251
+        for _ in range(10):
+            await asyncio.sleep(0)
         await stream.send(heartbeat(), plan(2))
         assert (await stream.receive()).step_result.version == 2
