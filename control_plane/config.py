@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from control_plane.cluster_config import ClusterConfig
+from control_plane.recording_config import DEFAULT_MB, RecordingConfig, read_recording_flags
 from control_plane.security_config import (
     SecurityConfig,
     add_security_flags,
@@ -63,6 +65,7 @@ class ControlPlaneConfig:
         redis_url: redis://, rediss:// or memory://.
         cluster: Engine side.
         security: Certificates and tokens.
+        recording: Where control streams are recorded; None: nowhere.
         limits: What one call may cost.
         max_n: Most continuations of one request.
         grace_s: How long running requests may take to finish after SIGTERM.
@@ -77,6 +80,7 @@ class ControlPlaneConfig:
     redis_url: str = "memory://"
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    recording: RecordingConfig | None = None
     limits: ServiceLimits = field(default_factory=ServiceLimits)
     max_n: int = 1
     grace_s: float = 30.0
@@ -106,6 +110,7 @@ def parse_args(argv: list[str] | None = None) -> ControlPlaneConfig:
             metrics_port=args.metrics_port,
             redis_url=args.redis_url,
             security=read_security_flags(args),
+            recording=read_recording_flags(args.record, args.record_max_mb),
             cluster=ClusterConfig(
                 deployment=args.deployment,
                 shard=args.shard,
@@ -274,6 +279,24 @@ def _build_parser() -> argparse.ArgumentParser:
             metavar="SECONDS",
             help=f"{what} (default: %(default)s)",
         )
+    recording = parser.add_argument_group(
+        "recording",
+        "For finding out why something was answered as it was. PROMPTS AND ANSWERS ARE IN IT, as "
+        "token ids: keep it like they are kept.",
+    )
+    recording.add_argument(
+        "--record",
+        type=Path,
+        metavar="DIR",
+        help="write the control stream of every replica below DIR, readable for this user alone, "
+        "for `pagewire replay` to run again (default: nothing is recorded)",
+    )
+    recording.add_argument(
+        "--record-max-mb",
+        type=int,
+        metavar="MB",
+        help=f"most that is kept of one replica; the oldest goes first (default: {DEFAULT_MB})",
+    )
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),

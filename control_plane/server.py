@@ -26,6 +26,7 @@ from control_plane.health import HealthService
 from control_plane.inference_service import InferenceService
 from control_plane.metrics import Metrics, MetricsServer
 from control_plane.prefix_store import open_prefix_store
+from control_plane.recording import Recorder
 from control_plane.request_builder import RequestBuilder
 from control_plane.tokenizer import EncodingPool
 from control_plane.tokens import ClientTokens, WorkerTokens
@@ -76,8 +77,15 @@ class ControlPlane:
         self._store = open_prefix_store(
             config.redis_url, deployment=config.cluster.deployment, observer=self.metrics.store
         )
+        self._recorder: Recorder | None = None
+        if config.recording is not None:
+            self._recorder = Recorder(config.recording, deployment=config.cluster.deployment)
+            self.metrics.recorder = self._recorder
         self.cluster = Cluster(
-            config.cluster, [model.served for model in catalog.models.values()], self._store
+            config.cluster,
+            [model.served for model in catalog.models.values()],
+            self._store,
+            observers=self._recorder,
         )
         self._pool = EncodingPool()
         self._health = HealthService()
@@ -137,6 +145,8 @@ class ControlPlane:
         except OSError as error:
             raise _port_taken(config.host, config.metrics_port, "--metrics-port") from error
         self._warn_of_readable_tokens()
+        if self._recorder is not None:
+            self._recorder.start()
         await self._store.start()
         await self.cluster.start()
         await self._worker_server.start()
@@ -207,6 +217,8 @@ class ControlPlane:
         await self._public_server.stop(_LAST_WRITES_S)
         await self.cluster.stop()
         await self._worker_server.stop(1.0)
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
         if self._metrics_server is not None:
             await self._metrics_server.close()
         await self._store.close()
