@@ -27,8 +27,8 @@ export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-kill demo-unplug test-fast test test-gpu test-compose check proto \
-	proto-check proto-baseline fmt lint typecheck imports bench bench-kernels bench-worker up down \
-	logs clean
+	proto-check proto-baseline fmt lint typecheck imports bench bench-kernels bench-worker \
+	bench-scale up down logs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -132,6 +132,9 @@ bench-kernels: $(DEV_READY) ## GPU kernels against SDPA and the figures to reach
 
 bench-worker: $(DEV_READY) ## one GPU worker alone, on plans from memory
 	$(RUN) tests/benchmarks/bench_worker.py $(ARGS)
+
+bench-scale: $(DEV_READY) ## many control planes, simulated: docs/scale.md (ARGS=--quick takes a minute)
+	$(RUN) -m tests.benchmarks.scale $(ARGS)
 
 up: ## docker compose up, one CPU worker
 	$(COMPOSE) up -d --build
