@@ -287,7 +287,7 @@ class EngineCore:
     # Messages of the worker.
 
     def _on_step_result(self, message: worker_pb2.StepResult, now: float) -> None:
-        columns = decode_step_result(message, vocab_size=self.config.vocab_size)
+        columns = decode_step_result(message)
         if columns.version <= self._reset_version:
             return
         oldest = self._window.oldest

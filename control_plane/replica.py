@@ -256,6 +256,7 @@ def build_scheduler(shape: ReplicaShape, model: ServedModel, config: ClusterConf
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             max_bypass=config.max_bypass,
+            vocab_size=model.vocab_size,
         ),
         manager,
     )

@@ -210,7 +210,14 @@ class Scheduler(ReplicaState):
                 f"result of plan {version}, step {step}; awaited is plan {awaited}, step 0"
             )
         ordered = self._in_flight[0]
-        finished = check_result(ordered, counts, token_ids, finished_rows, finish_reasons)
+        finished = check_result(
+            ordered,
+            counts,
+            token_ids,
+            finished_rows,
+            finish_reasons,
+            vocab_size=self.config.vocab_size,
+        )
         self._in_flight.popleft()
         batch, kv = self._batch, self.kv_cache_manager
         kv.pool.confirm(version)

@@ -16,12 +16,14 @@ class SchedulerConfig:
         max_model_len: Longest sequence, prompt and output.
         max_bypass: How many requests may be admitted past one that does not fit, and how many
             of those that do not fit are looked at in one step.
+        vocab_size: Token ids of results are below it.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     max_bypass: int = 16
+    vocab_size: int = (1 << 31) - 1
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:

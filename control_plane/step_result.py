@@ -28,8 +28,18 @@ def check_result(
     token_ids: NDArray[np.int32],
     finished_rows: NDArray[np.int32],
     finish_reasons: NDArray[np.uint8],
+    *,
+    vocab_size: int,
 ) -> dict[int, FinishReason]:
     """Check the columns of a result against the step they report on.
+
+    Args:
+        step: As it was ordered.
+        counts: Tokens per row that ran.
+        token_ids: Those tokens, in row order.
+        finished_rows: Rows that stopped in this step.
+        finish_reasons: Why.
+        vocab_size: Token ids are below it.
 
     Returns:
         Which rows stopped in this step, by their index in `step.rows`.
@@ -49,8 +59,11 @@ def check_result(
         raise ResultMismatchError(
             f"plan {step.version}: counts say {num_tokens} tokens, there are {token_ids.size}"
         )
-    if num_tokens and int(token_ids.min()) < 0:
-        raise ResultMismatchError(f"plan {step.version}: token id {int(token_ids.min())}")
+    if num_tokens and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
+        raise ResultMismatchError(
+            f"plan {step.version}: token ids {int(token_ids.min())}..{int(token_ids.max())}, limit "
+            f"[0, {vocab_size})"
+        )
     finished = _finished(step, finished_rows, finish_reasons)
     for index, reason in finished.items():
         if (reason is FinishReason.ERROR) == bool(counts[index]):

@@ -60,7 +60,8 @@ def columns(
         ([1, 1], [5, 5], {4: 2}, "3 rows ran, the result has 2 counts"),
         ([1, 2, 1], [5, 5, 5, 5], {4: 2}, "a count is 2"),
         ([1, 1, 1], [5, 5], {4: 2}, "counts say 3 tokens, there are 2"),
-        ([1, 1, 1], [5, -1, 5], {4: 2}, "token id -1"),
+        ([1, 1, 1], [5, -1, 5], {4: 2}, r"token ids -1..5, limit \[0, 10"),
+        ([1, 1, 1], [5, 10, 5], {4: 2}, r"token ids 5..10, limit \[0, 10"),
         ([1, 0, 1], [5, 5], {4: 2}, "no token for row 3"),
         ([1, 0, 1], [5, 5], {3: 1, 4: 2}, "row 3 ended with STOP and 0 tokens"),
         ([1, 1, 1], [5, 5, 5], {3: 4, 4: 2}, "row 3 ended with ERROR and 1 tokens"),
@@ -80,17 +81,17 @@ def test_result_that_cannot_be_true_is_refused(
     message: str,
 ):
     with pytest.raises(ResultMismatchError, match=f"plan 5: .*{message}"):
-        check_result(step, *columns(counts, tokens, finished))
+        check_result(step, *columns(counts, tokens, finished), vocab_size=10)
 
 
 def test_finished_rows_and_reasons_are_parallel(step: InFlightStep):
     counts, tokens, rows, _ = columns([1, 1, 1], [5, 5, 5], {4: 2})
     with pytest.raises(ResultMismatchError, match="1 finished rows, 0 finish reasons"):
-        check_result(step, counts, tokens, rows, np.zeros(0, dtype=np.uint8))
+        check_result(step, counts, tokens, rows, np.zeros(0, dtype=np.uint8), vocab_size=10)
 
 
 def test_finished_rows_are_named_by_their_place(step: InFlightStep):
-    assert check_result(step, *columns([0, 1, 1], [5, 6], {1: 4, 4: 2})) == {
+    assert check_result(step, *columns([0, 1, 1], [5, 6], {1: 4, 4: 2}), vocab_size=10) == {
         0: FinishReason.ERROR,
         2: FinishReason.LENGTH,
     }
@@ -98,8 +99,8 @@ def test_finished_rows_are_named_by_their_place(step: InFlightStep):
 
 def test_sequence_that_ended_may_be_silent_or_not(step: InFlightStep):
     step.sequences[0].finish_reason = FinishReason.STOP
-    assert check_result(step, *columns([0, 1, 1], [5, 6], {4: 2}))
-    assert check_result(step, *columns([1, 1, 1], [5, 5, 6], {4: 2}))
+    assert check_result(step, *columns([0, 1, 1], [5, 6], {4: 2}), vocab_size=10)
+    assert check_result(step, *columns([1, 1, 1], [5, 5, 6], {4: 2}), vocab_size=10)
 
 
 def test_tokens_go_to_whom_the_step_was_ordered_for(batch: RunningBatch, step: InFlightStep):
