@@ -17,19 +17,20 @@ class EngineConfig:
 
     Attributes:
         lookahead: Steps ordered beyond the one whose result is awaited.
-        vocab_size: Token ids of results are below it.
-        lease_s: Silence after which the worker counts as gone.
-        step_timeout_s: Longest time for one step; counts from when the worker could begin it.
-        audit_interval_s: Least time between two audits, block by block, of an idle pool.
-        adoption_wait_s: How long the first plan of a stream may wait for the prefix index.
+        lease_s: Silence after which a worker counts as gone.
+        step_timeout_s: A step unconfirmed for this long loses the worker even if it heartbeats;
+            counts from when the worker could begin it.
+        adoption_wait_s: How long a worker that served before waits for its first plan until the
+            prefix index is loaded and checked; what comes later may still be taken over.
+        audit_interval_s: Least time between two audits, block by block, of an idle replica's pool;
+            one takes up to half a second for 100 000 blocks. Their number is checked every time.
     """
 
-    lookahead: int
-    vocab_size: int
-    lease_s: float
-    step_timeout_s: float
-    audit_interval_s: float = 60.0
+    lookahead: int = 2
+    lease_s: float = 10.0
+    step_timeout_s: float = 120.0
     adoption_wait_s: float = 1.0
+    audit_interval_s: float = 60.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.lookahead <= MAX_LOOKAHEAD:
@@ -37,6 +38,9 @@ class EngineConfig:
         for name in ("lease_s", "step_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("adoption_wait_s", "audit_interval_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ import logging
 from typing import TYPE_CHECKING, Protocol
 
 from control_plane.engine import Engine
-from control_plane.engine_config import EngineConfig
 from control_plane.errors import Code, InvariantError, ProtocolError, ShuttingDownError
 from control_plane.prefix_store import PrefixScope
 from control_plane.replica import (
@@ -234,14 +233,7 @@ class Fleet:
             replica_id=facts.replica_id,
             model=model,
             shape=shape,
-            config=EngineConfig(
-                lookahead=config.lookahead,
-                vocab_size=model.vocab_size,
-                lease_s=config.lease_s,
-                step_timeout_s=config.step_timeout_s,
-                audit_interval_s=config.audit_interval_s,
-                adoption_wait_s=config.adoption_wait_s,
-            ),
+            config=config,
             scheduler=build_scheduler(shape, model, config),
             store=self._store,
             scope=PrefixScope(config.deployment, facts.model_fingerprint, shape.replica_epoch),

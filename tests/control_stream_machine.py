@@ -184,7 +184,6 @@ class ControlStreamMachine(RuleBasedStateMachine):
         if link.core is None or link.shape != shape:
             config = EngineConfig(
                 lookahead=self.lookahead,
-                vocab_size=VOCAB_SIZE,
                 lease_s=LEASE_S,
                 step_timeout_s=STEP_TIMEOUT_S,
                 audit_interval_s=0.0,
