@@ -45,7 +45,13 @@ class EngineConfig:
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Since the engine was built."""
+    """Since the engine was built.
+
+    Attributes:
+        steps: Confirmed ones.
+        wasted_steps: Those among them that computed nothing for anybody.
+        wasted_rows: Rows of confirmed steps whose sequence had ended before.
+    """
 
     plans_sent: int = 0
     plan_bytes: int = 0
@@ -55,6 +61,9 @@ class EngineCounters:
     num_nacks: int = 0
     num_step_failures: int = 0
     generation_tokens: int = 0
+    steps: int = 0
+    wasted_steps: int = 0
+    wasted_rows: int = 0
     device_time_us: int = 0
     adopted_blocks: int = 0
     refused_entries: int = 0

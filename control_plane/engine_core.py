@@ -311,6 +311,9 @@ class EngineCore:
         self._window.confirm(now)
         self.confirmed_version = columns.version
         self._resets_in_a_row = 0
+        self.counters.steps += 1
+        self.counters.wasted_steps += update.is_wasted
+        self.counters.wasted_rows += update.num_wasted
         self.counters.generation_tokens += len(update.token_ids)
         self.counters.device_time_us += columns.device_time_us
         self._count_started(update)

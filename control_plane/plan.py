@@ -61,8 +61,6 @@ def encode_plan(step: ScheduledStep) -> worker_pb2.Plan:
         appended_block_ids=_column(step.appended_block_ids),
         chunk_rows=_column(step.chunk_rows),
         chunk_num_tokens=_column(step.chunk_num_tokens),
-        paused_rows=_column(step.paused_rows),
-        resumed_rows=_column(step.resumed_rows),
     )
     if step.added:
         plan.added_rows.extend([_encode_added(added) for added in step.added])

@@ -54,8 +54,6 @@ class ScheduledStep:
         appended_block_ids: Handed out by this step.
         chunk_rows: Ascending; rows in prefill that compute.
         chunk_num_tokens: Parallel to chunk_rows.
-        paused_rows: Decoding rows that compute nothing from now on.
-        resumed_rows: Paused rows that go on.
         sampled_rows: Ascending; the rows that the result reports on, in the order of its columns.
         num_tokens: Tokens computed in this step.
     """
@@ -68,8 +66,6 @@ class ScheduledStep:
     appended_block_ids: NDArray[np.int32]
     chunk_rows: NDArray[np.int32]
     chunk_num_tokens: NDArray[np.int32]
-    paused_rows: NDArray[np.int32]
-    resumed_rows: NDArray[np.int32]
     sampled_rows: NDArray[np.int32]
     num_tokens: int
 
@@ -82,10 +78,13 @@ class StepUpdate:
         sequences: Live ones that got a token, parallel to `token_ids`. Borrowed, not to write.
         token_ids: One per sequence; already appended to its log.
         finished: Sequences that this result ended.
-        num_dropped: Tokens of sequences that had ended before.
+        num_wasted: Rows that the device had in this step for sequences that had ended before; what
+            it computed for them is dropped.
+        is_wasted: The step had no other rows.
     """
 
     sequences: list[Sequence]
     token_ids: list[int]
     finished: list[Sequence] = field(default_factory=list["Sequence"])
-    num_dropped: int = 0
+    num_wasted: int = 0
+    is_wasted: bool = False

@@ -93,8 +93,6 @@ class Scheduler(ReplicaState):
             appended_block_ids=appended,
             chunk_rows=np.array(sorted(chunks), dtype=np.int32),
             chunk_num_tokens=np.array([chunks[row] for row in sorted(chunks)], dtype=np.int32),
-            paused_rows=_NO_ROWS,
-            resumed_rows=_NO_ROWS,
             sampled_rows=step.rows,
             num_tokens=rows.size + sum(chunks.values()),
         )

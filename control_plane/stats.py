@@ -24,7 +24,13 @@ class WorkerSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSnapshot:
-    """One replica; `workers` is empty where it was lost a moment ago."""
+    """One replica; `workers` is empty where it was lost a moment ago.
+
+    Attributes:
+        num_steps: Confirmed steps.
+        wasted_steps: Those that computed nothing for anybody: ordered before an end was known.
+        wasted_rows: Rows of confirmed steps whose sequence had ended before.
+    """
 
     replica_id: str
     model: str
@@ -44,6 +50,9 @@ class ReplicaSnapshot:
     num_resets: int
     num_nacks: int
     num_step_failures: int
+    num_steps: int
+    wasted_steps: int
+    wasted_rows: int
     device_time_us: int
     replayed_tokens: int
     plans_sent: int

@@ -96,7 +96,7 @@ def resolve_tokens(
 
     Returns:
         The rows that got a token and still are what they were when the step was ordered, and who
-        got which token. Those of sequences that ended meanwhile are dropped.
+        got which token. Those of sequences that ended meanwhile are dropped and counted.
     """
     rows = step.rows
     tokens: list[int] = token_ids.tolist()
@@ -105,21 +105,26 @@ def resolve_tokens(
         return rows, StepUpdate(sequences=step.sequences, token_ids=tokens)
     is_stale = batch.incarnation[rows] != step.incarnations
     left_out: set[int] = set()
-    num_dropped = 0
     for index in np.flatnonzero(is_stale).tolist():
         # A preempted sequence is stale but live: it gets its tokens.
         if step.sequences[index].finish_reason is not None:
             left_out.add(index)
-            num_dropped += int(counts[index])
     if not has_all:
         column = np.zeros(rows.size, dtype=np.int32)
         column[counts != 0] = token_ids
         tokens = column.tolist()
         left_out.update(np.flatnonzero(counts == 0).tolist())
     sequences = list(step.sequences)
+    # A row that ends with an error in this very step is silent, too, and was not in vain.
+    num_wasted = sum(sequences[index].finish_reason is not None for index in left_out)
     for index in sorted(left_out, reverse=True):
         del sequences[index], tokens[index]
-    update = StepUpdate(sequences=sequences, token_ids=tokens, num_dropped=num_dropped)
+    update = StepUpdate(
+        sequences=sequences,
+        token_ids=tokens,
+        num_wasted=num_wasted,
+        is_wasted=num_wasted == rows.size and not step.chunked,
+    )
     return rows[~is_stale & (counts != 0)], update
 
 

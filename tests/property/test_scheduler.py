@@ -282,7 +282,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         result = self.device.next_result()
         update = self.scheduler.update(Version(result.version), 0, *result.columns())
         assert len(update.sequences) == len(update.token_ids)
-        assert len(update.sequences) + update.num_dropped == result.token_ids.size
+        num_errors = sum(s.finish_reason is FinishReason.ERROR for s in update.finished)
+        assert len(update.sequences) + update.num_wasted + num_errors == result.counts.size
         for sequence, token in zip(update.sequences, update.token_ids, strict=True):
             assert sequence.output_token_ids[self.emitted[sequence]] == token
             self.emitted[sequence] += 1

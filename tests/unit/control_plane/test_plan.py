@@ -26,8 +26,6 @@ def step(**fields: Any) -> ScheduledStep:
         "appended_block_ids",
         "chunk_rows",
         "chunk_num_tokens",
-        "paused_rows",
-        "resumed_rows",
         "sampled_rows",
     )
     defaults: dict[str, Any] = {name: int32() for name in columns}

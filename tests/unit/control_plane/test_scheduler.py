@@ -163,7 +163,8 @@ def test_rows_after_the_end_are_reported_empty_and_removed_with_the_next_work():
     first, late = driver.must_order(), driver.must_order()
     driver.answer(first, {0: FinishReason.STOP})
     update = driver.answer(late, silent=[0])
-    assert (update.sequences, update.finished, update.num_dropped) == ([], [], 0)
+    assert (update.sequences, update.finished) == ([], [])
+    assert (update.num_wasted, update.is_wasted) == (1, True)
     assert driver.order() is None
     driver.add(prompt(9, 3))
     step = driver.must_order()
@@ -366,7 +367,9 @@ def test_abort_frees_blocks_for_the_next_plan_and_drops_late_tokens():
     driver.scheduler.abort(request)
     assert request.sequences[0].finish_reason is FinishReason.ABORT
     assert driver.scheduler.num_free_blocks == driver.scheduler.num_usable_blocks
-    assert [driver.answer(step).num_dropped for step in steps] == [1, 1]
+    updates = [driver.answer(step) for step in steps]
+    # The first also computed the prompt, which later requests may hit.
+    assert [(u.num_wasted, u.is_wasted) for u in updates] == [(1, False), (1, True)]
     assert request.sequences[0].output_token_ids == []
 
 
@@ -387,7 +390,7 @@ def test_finish_truncates_the_log_and_drops_what_was_computed_past_it():
     sequence = request.sequences[0]
     driver.scheduler.finish(sequence, num_output_tokens=2, reason=FinishReason.STOP)
     assert sequence.output_token_ids == [7, 7]
-    assert driver.answer(late).num_dropped == 1
+    assert driver.answer(late).num_wasted == 1
     driver.scheduler.finish(sequence, num_output_tokens=1, reason=FinishReason.STOP)
     assert sequence.output_token_ids == [7]
     with pytest.raises(ValueError, match="cannot end at output token 2"):

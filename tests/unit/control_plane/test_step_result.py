@@ -115,7 +115,7 @@ def test_tokens_go_to_whom_the_step_was_ordered_for(batch: RunningBatch, step: I
     assert rows.tolist() == [4]
     assert update.sequences == [preempted, running]
     assert update.token_ids == [6, 7]
-    assert update.num_dropped == 1
+    assert (update.num_wasted, update.is_wasted) == (1, False)
 
 
 def test_silent_rows_get_nothing(batch: RunningBatch, step: InFlightStep):
@@ -124,4 +124,5 @@ def test_silent_rows_get_nothing(batch: RunningBatch, step: InFlightStep):
     assert rows.tolist() == [1, 4]
     assert update.sequences == [step.sequences[0], step.sequences[2]]
     assert update.token_ids == [5, 7]
-    assert update.num_dropped == 0
+    # It is running still: it must have ended with an error.
+    assert update.num_wasted == 0
