@@ -53,6 +53,10 @@ _MAX_SUPERSEDED = 1024
 class RequestOwner(Protocol):
     """Who answers for requests: the cluster."""
 
+    def started(self, request: Request) -> None:
+        """A request has a row for the first time."""
+        ...
+
     def advance(self, update: StepUpdate) -> None:
         """A step was confirmed."""
         ...
@@ -140,7 +144,9 @@ class Fleet:
         if not self._is_open:
             raise shutting_down()
         if facts.highest_term > term:
-            raise self._step_back(facts, term)
+            error = self._step_back(facts, term)
+            await self.term.remember(facts.highest_term)
+            raise error
         self._check_geometry(facts, model)
         self._check_rank_free(facts)
         self._supersede(facts)
@@ -324,6 +330,10 @@ class Fleet:
                 self._drop(engine.replica_id)
 
     # What engines report.
+
+    def started(self, request: Request) -> None:
+        """Pass a start on."""
+        self._requests.started(request)
 
     def advance(self, update: StepUpdate) -> None:
         """Pass tokens on."""

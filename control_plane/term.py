@@ -41,6 +41,15 @@ class Term:
         await asyncio.shield(self._settling)
         return self.value
 
+    async def remember(self, seen: int) -> None:
+        """Let whatever starts after this process have a higher term than a worker has seen.
+
+        A store that was wiped counts from 1 again. If the first Hello comes from a new worker, the
+        next one makes this process step back from a successor that is none, and without this the
+        one that is started instead could go the same way.
+        """
+        await self._store.next_term(self._shard, seen - 1)
+
     async def close(self) -> None:
         """Let go of a term that is still being settled."""
         if self._settling is not None and not self._settling.done():

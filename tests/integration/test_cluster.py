@@ -407,6 +407,27 @@ async def test_a_higher_term_makes_it_step_back() -> None:
         assert harness.cluster.stats().term == 1
 
 
+async def test_who_starts_after_one_that_stepped_back_is_above_what_made_it_step_back() -> None:
+    store = MemoryPrefixStore()
+    async with (
+        running_cluster(store=store) as harness,
+        RawPeer(harness.address) as new_worker,
+        RawPeer(harness.address) as old_worker,
+    ):
+        # A new worker is first, and the store has no counter: it was wiped.
+        assert (await new_worker.attach(worker_id="new", replica_id="new")).term == 1
+        await old_worker.say(hello(highest_term=50))
+        _, reason, _ = await old_worker.end()
+        assert reason == "HIGHER_TERM_SEEN"
+    async with (
+        running_cluster(store=store) as harness,
+        RawPeer(harness.address) as new_worker,
+        RawPeer(harness.address) as old_worker,
+    ):
+        assert (await new_worker.attach(worker_id="new", replica_id="new")).term == 51
+        assert (await old_worker.attach(highest_term=50)).term == 51
+
+
 async def test_a_worker_that_does_not_read_loses_its_stream() -> None:
     model = fake_model(max_model_len=8_000_000)
     config = {"step_timeout_s": 0.3, "lease_s": 60.0, "max_queued_tokens": 10_000_000}
