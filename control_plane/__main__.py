@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from control_plane.config import parse_args
 from control_plane.errors import InvariantError
+from control_plane.port_options import raise_open_files
 from protos.model_location import HubModel, fetch_model
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     _set_up_logging(config.log_level)
+    raise_open_files()
     _set_up_libraries(asks_hub=any(isinstance(m.location, HubModel) for m in config.models))
     # Not before: the tokenizer library takes a second to import, --help should not.
     try:

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from control_plane.call_errors import CallGuard, write
-from control_plane.errors import ServingError, SlowClientError
+from control_plane.errors import InvalidRequestError, ServingError, SlowClientError
 from control_plane.generate_batch import BatchCall
 from control_plane.message_decoding import MessageDecoder
 from control_plane.prompt_encoder import encode_prompt
@@ -23,7 +23,7 @@ from control_plane.responses import to_outputs, to_stats
 from protos.pagewire.v1 import inference_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from google.protobuf.message import Message
 
@@ -76,39 +76,80 @@ class InferenceService:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register every method, each with a deserializer that explains what it cannot read."""
-        unary = grpc.unary_unary_rpc_method_handler
-        stream = grpc.unary_stream_rpc_method_handler
-        bidi = grpc.stream_stream_rpc_method_handler
         pb = inference_pb2
-        methods: dict[str, tuple[Any, Any, type[Message]]] = {
-            "Generate": (stream, self._generate, pb.GenerateRequest),
-            "GenerateBatch": (bidi, self._generate_batch, pb.GenerateBatchRequest),
-            "Tokenize": (unary, self._tokenize, pb.TokenizeRequest),
-            "Detokenize": (unary, self._detokenize, pb.DetokenizeRequest),
-            "ListModels": (unary, self._list_models, pb.ListModelsRequest),
-            "GetStats": (unary, self._get_stats, pb.GetStatsRequest),
+        methods: dict[str, tuple[Callable[[Any], Awaitable[None]], type[Message]]] = {
+            "Generate": (self._streaming(self._generate), pb.GenerateRequest),
+            "GenerateBatch": (self._generate_batch, pb.GenerateBatchRequest),
+            "Tokenize": (self._unary(self._tokenize), pb.TokenizeRequest),
+            "Detokenize": (self._unary(self._detokenize), pb.DetokenizeRequest),
+            "ListModels": (self._unary(self._list_models), pb.ListModelsRequest),
+            "GetStats": (self._unary(self._get_stats), pb.GetStatsRequest),
         }
         handlers = {
-            name: kind(
+            # All of them as streams, which are the same on the wire: for a single message gRPC
+            # would wait without end, and hold what has come of it.
+            name: grpc.stream_stream_rpc_method_handler(
                 self._guarded(method),
                 request_deserializer=MessageDecoder(
                     message_class, max_bytes=self._limits.max_message_bytes
                 ),
                 response_serializer=_serialize,
             )
-            for name, (kind, method, message_class) in methods.items()
+            for name, (method, message_class) in methods.items()
         }
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),)
         )
 
-    def _guarded(self, method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        async def handle(message: Any, context: Any) -> Any:
-            if isinstance(message, ServingError):
-                return await self._guard.run(context, _fail(message))
-            return await self._guard.run(context, method(message, context))
+    def _guarded(self, method: Callable[[Any], Awaitable[None]]) -> Callable[[Any, Any], Any]:
+        async def handle(requests: Any, context: Any) -> None:
+            del requests  # read through the context
+            await self._guard.run(context, method(context))
 
         return handle
+
+    def _streaming(
+        self, method: Callable[[Any, Any], Awaitable[None]]
+    ) -> Callable[[Any], Awaitable[None]]:
+        async def call(context: Any) -> None:
+            await method(await self._read(context), context)
+
+        return call
+
+    def _unary(
+        self, method: Callable[[Any, Any], Awaitable[Message]]
+    ) -> Callable[[Any], Awaitable[None]]:
+        async def call(context: Any) -> None:
+            await self._write(context, await method(await self._read(context), context))
+
+        return call
+
+    async def _read(self, context: Any) -> Any:
+        """The one message of a call.
+
+        Raises:
+            ServingError: It is none, or does not come.
+        """
+        limit_s = self._limits.read_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                message = await context.read()
+        except TimeoutError:
+            raise SlowClientError(
+                f"The call's message did not arrive within {limit_s:g} seconds. Send it at once, "
+                "or a shorter one.",
+                limit_s=f"{limit_s:g}",
+            ) from None
+        if message is grpc.aio.EOF:
+            raise InvalidRequestError(
+                "The call ended before its message. Send one.",
+                field="message",
+                value="none",
+                limit="1 message",
+            )
+        if isinstance(message, ServingError):
+            raise message
+        return message
 
     async def _generate(self, message: inference_pb2.GenerateRequest, context: Any) -> None:
         async with self._generations.admit(
@@ -136,7 +177,7 @@ class InferenceService:
         # `CallAuth` has looked already, but gRPC carries nothing from there to a method.
         return self._tokens.check(context.invocation_metadata() or ())
 
-    async def _write(self, context: Any, response: inference_pb2.GenerateResponse) -> None:
+    async def _write(self, context: Any, response: Message) -> None:
         limit_s = self._limits.write_timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -148,8 +189,7 @@ class InferenceService:
                 limit_s=f"{limit_s:g}",
             ) from None
 
-    async def _generate_batch(self, requests: Any, context: Any) -> None:
-        del requests  # read through the context, one at a time
+    async def _generate_batch(self, context: Any) -> None:
         call = BatchCall(
             context,
             self._generations,
@@ -210,7 +250,3 @@ class InferenceService:
 
 def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
-
-
-async def _fail(error: ServingError) -> None:
-    raise error

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from control_plane import health, inference_service
@@ -25,6 +24,7 @@ from control_plane.generation import GenerationService
 from control_plane.health import HealthService
 from control_plane.inference_service import InferenceService
 from control_plane.metrics import Metrics, MetricsServer
+from control_plane.port_options import public_options, worker_options
 from control_plane.prefix_store import open_prefix_store
 from control_plane.recording import Recorder
 from control_plane.request_builder import RequestBuilder
@@ -47,8 +47,6 @@ _READINESS_INTERVAL_S = 0.1
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Once every request has ended, its last response may still be on its way to the client.
 _LAST_WRITES_S = 5.0
-# Calls of one burst; each costs a few kilobytes until its message is read.
-_MAX_PENDING_CALLS = 1 << 16
 
 
 class PortTakenError(OSError):
@@ -86,6 +84,7 @@ class ControlPlane:
             [model.served for model in catalog.models.values()],
             self._store,
             observers=self._recorder,
+            on_started=self.metrics.request_queue_time.observe,
         )
         self._pool = EncodingPool()
         self._health = HealthService()
@@ -93,7 +92,6 @@ class ControlPlane:
         builder = RequestBuilder(
             catalog,
             self._pool,
-            longest_fit=lambda model, n: self.cluster.longest_fit(model.served, n),
             max_n=config.max_n,
             enforce_cache_salt=security.enforce_cache_salt,
         )
@@ -108,7 +106,7 @@ class ControlPlane:
             tokens=self._tokens,
         )
         self._public_server = self._build_public_server()
-        self._worker_server = grpc.aio.server(options=WORKER_SERVER_OPTIONS)
+        self._worker_server = grpc.aio.server(options=(*WORKER_SERVER_OPTIONS, *worker_options()))
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(
             WorkerService(self.cluster, self._worker_tokens), self._worker_server
         )
@@ -247,30 +245,12 @@ class ControlPlane:
                 logger.warning("tokens travel in plain text: host=%s missing=%s", config.host, flag)
 
     def _build_public_server(self) -> grpc.aio.Server:
-        limit = self._config.limits.max_transport_bytes
         server = grpc.aio.server(
             interceptors=[CallAuth(self._tokens, self.metrics)] if self._tokens else None,
-            options=(
-                ("grpc.max_receive_message_length", limit),
-                ("grpc.max_send_message_length", limit),
-                # A client that vanished without a word is noticed within 40 seconds.
-                ("grpc.keepalive_time_ms", 30_000),
-                ("grpc.keepalive_timeout_ms", 10_000),
-                # What grpc really waits for the answer to a ping.
-                ("grpc.http2.ping_timeout_ms", 10_000),
-                ("grpc.keepalive_permit_without_calls", 1),
-                # Clients may ping every 5 seconds, with and without a call.
-                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-                # gRPC's own limit of calls that nobody has looked at yet (1000) ends part of a
-                # burst with a bare CANCELLED. Whom we refuse hears why, and when to try again.
-                ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
-                ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
-                # Two servers on one port would each get some of the clients.
-                ("grpc.so_reuseport", 0),
-            ),
+            options=public_options(max_message_bytes=self._config.limits.max_transport_bytes),
         )
         self._inference.add_to(server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        self._health.add_to(server)
         reflection.enable_server_reflection(
             (inference_service.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
