@@ -247,6 +247,7 @@ class ReplicaFiles:
                 header.version = stream.rows.version
                 records += [recording_pb2.Record(row=row) for row in stream.rows.snapshot()]
                 header.num_rows = len(records)
+                header.num_plans = len(stream.rows.unconfirmed)
                 records += [
                     recording_pb2.Record(sent=worker_pb2.ControlMessage(plan=plan))
                     for plan in stream.rows.unconfirmed

@@ -47,6 +47,10 @@ class RecordingError(Exception):
     """A recording that cannot be read or cannot be what it says. The message is for people."""
 
 
+class EmptySegmentError(RecordingError):
+    """A file that was cut off before its header: nothing is in it."""
+
+
 def preamble() -> bytes:
     """What a segment begins with."""
     return _PREAMBLE.pack(MAGIC, FORMAT_VERSION)
@@ -119,16 +123,14 @@ def open_segment(path: Path) -> SegmentReader:
     """Read a segment's header.
 
     Raises:
+        EmptySegmentError: It was cut off before its header.
         RecordingError: It is no segment, or none that this version reads.
     """
     with _open(path) as file:
         frames = _Frames(path, file)
         payload = next(frames, None)
         if payload is None:
-            raise RecordingError(
-                f"{path}: no header; the control plane was cut off as it began this file, and "
-                "nothing is in it. Remove it"
-            )
+            raise EmptySegmentError(f"{path}: nothing is in it; it was cut off as it was begun")
         header = recording_pb2.SegmentHeader()
         _parse(header, payload, frames)
     if len(header.recording_id) != 16 or not header.HasField("hello"):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pagewire_client.client import Client
 from pagewire_client.errors import PagewireError
 from pagewire_client.options import DEFAULT_SERVER
+from pagewire_client.replay import command as replay
 from protos.tls_files import CLIENT_FLAGS, TlsFiles
 
 if TYPE_CHECKING:
@@ -31,12 +32,15 @@ examples:
   pagewire chat                      (a conversation; Ctrl-D ends it)
   pagewire status --server 10.0.0.5:50051
   pagewire models --server llm.example:50051 --tls-ca ca.pem --token-file token
+  pagewire replay ./recordings --model ./my-model       (after pagewire-control --record)
 """
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 1 for a failed call, 2 for wrong usage."""
     args = _build_parser().parse_args(argv)
+    if args.run is replay.main:
+        return replay.main(args)
     run: Callable[[Client, argparse.Namespace], None] = args.run
     server: str = getattr(args, "server", None) or os.environ.get("PAGEWIRE_SERVER", DEFAULT_SERVER)
     try:
@@ -113,6 +117,15 @@ def _build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", metavar="TEXT", help="instructions before the conversation")
     add("models", _models, "List the served models.")
     add("status", _status, "Show replicas, their blocks and queues.")
+    # It asks no server, so it has none of the common flags.
+    replaying = commands.add_parser(
+        "replay",
+        help=replay.TEXT,
+        description=replay.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    replaying.set_defaults(run=replay.main)
+    replay.add_arguments(replaying)
     return parser
 
 

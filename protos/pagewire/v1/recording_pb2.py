@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.pagewire.v1 import worker_pb2 as pagewire_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpagewire/v1/recording.proto\x12\x0bpagewire.v1\x1a\x18pagewire/v1/worker.proto\"\x8b\x02\n\rSegmentHeader\x12\x18\n\x10pagewire_version\x18\x01 \x01(\t\x12\x12\n\ndeployment\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nreplica_id\x18\x04 \x01(\t\x12\x14\n\x0crecording_id\x18\x05 \x01(\x0c\x12\x0f\n\x07segment\x18\x06 \x01(\x03\x12\x15\n\rstarted_at_ms\x18\x07 \x01(\x03\x12!\n\x05hello\x18\x08 \x01(\x0b\x32\x12.pagewire.v1.Hello\x12%\n\x07welcome\x18\t \x01(\x0b\x32\x14.pagewire.v1.Welcome\x12\x0f\n\x07version\x18\n \x01(\x03\x12\x10\n\x08num_rows\x18\x0b \x01(\x05\"\x94\x02\n\x06Record\x12\x11\n\toffset_us\x18\x01 \x01(\x03\x12+\n\x04sent\x18\x02 \x01(\x0b\x32\x1b.pagewire.v1.ControlMessageH\x00\x12.\n\x08received\x18\x03 \x01(\x0b\x32\x1a.pagewire.v1.WorkerMessageH\x00\x12\x30\n\x0cstream_ended\x18\x04 \x01(\x0b\x32\x18.pagewire.v1.StreamEndedH\x00\x12\'\n\x03row\x18\x05 \x01(\x0b\x32\x18.pagewire.v1.RecordedRowH\x00\x12\x36\n\x0frecording_ended\x18\x06 \x01(\x0b\x32\x1b.pagewire.v1.RecordingEndedH\x00\x42\x07\n\x05\x65vent\"\x1d\n\x0bStreamEnded\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x91\x01\n\x0bRecordedRow\x12$\n\x05\x61\x64\x64\x65\x64\x18\x01 \x01(\x0b\x32\x15.pagewire.v1.AddedRow\x12\x18\n\x10num_known_tokens\x18\x02 \x01(\x05\x12\x1b\n\x13num_computed_tokens\x18\x03 \x01(\x05\x12\x0e\n\x06paused\x18\x04 \x01(\x08\x12\x15\n\rfinish_reason\x18\x05 \x01(\x05\"%\n\x0eRecordingEnded\x12\x13\n\x0bnum_missing\x18\x01 \x01(\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpagewire/v1/recording.proto\x12\x0bpagewire.v1\x1a\x18pagewire/v1/worker.proto\"\x9e\x02\n\rSegmentHeader\x12\x18\n\x10pagewire_version\x18\x01 \x01(\t\x12\x12\n\ndeployment\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nreplica_id\x18\x04 \x01(\t\x12\x14\n\x0crecording_id\x18\x05 \x01(\x0c\x12\x0f\n\x07segment\x18\x06 \x01(\x03\x12\x15\n\rstarted_at_ms\x18\x07 \x01(\x03\x12!\n\x05hello\x18\x08 \x01(\x0b\x32\x12.pagewire.v1.Hello\x12%\n\x07welcome\x18\t \x01(\x0b\x32\x14.pagewire.v1.Welcome\x12\x0f\n\x07version\x18\n \x01(\x03\x12\x10\n\x08num_rows\x18\x0b \x01(\x05\x12\x11\n\tnum_plans\x18\x0c \x01(\x05\"\x94\x02\n\x06Record\x12\x11\n\toffset_us\x18\x01 \x01(\x03\x12+\n\x04sent\x18\x02 \x01(\x0b\x32\x1b.pagewire.v1.ControlMessageH\x00\x12.\n\x08received\x18\x03 \x01(\x0b\x32\x1a.pagewire.v1.WorkerMessageH\x00\x12\x30\n\x0cstream_ended\x18\x04 \x01(\x0b\x32\x18.pagewire.v1.StreamEndedH\x00\x12\'\n\x03row\x18\x05 \x01(\x0b\x32\x18.pagewire.v1.RecordedRowH\x00\x12\x36\n\x0frecording_ended\x18\x06 \x01(\x0b\x32\x1b.pagewire.v1.RecordingEndedH\x00\x42\x07\n\x05\x65vent\"\x1d\n\x0bStreamEnded\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x91\x01\n\x0bRecordedRow\x12$\n\x05\x61\x64\x64\x65\x64\x18\x01 \x01(\x0b\x32\x15.pagewire.v1.AddedRow\x12\x18\n\x10num_known_tokens\x18\x02 \x01(\x05\x12\x1b\n\x13num_computed_tokens\x18\x03 \x01(\x05\x12\x0e\n\x06paused\x18\x04 \x01(\x08\x12\x15\n\rfinish_reason\x18\x05 \x01(\x05\"%\n\x0eRecordingEnded\x12\x13\n\x0bnum_missing\x18\x01 \x01(\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,13 +33,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagewire.v1.recording_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SEGMENTHEADER']._serialized_start=71
-  _globals['_SEGMENTHEADER']._serialized_end=338
-  _globals['_RECORD']._serialized_start=341
-  _globals['_RECORD']._serialized_end=617
-  _globals['_STREAMENDED']._serialized_start=619
-  _globals['_STREAMENDED']._serialized_end=648
-  _globals['_RECORDEDROW']._serialized_start=651
-  _globals['_RECORDEDROW']._serialized_end=796
-  _globals['_RECORDINGENDED']._serialized_start=798
-  _globals['_RECORDINGENDED']._serialized_end=835
+  _globals['_SEGMENTHEADER']._serialized_end=357
+  _globals['_RECORD']._serialized_start=360
+  _globals['_RECORD']._serialized_end=636
+  _globals['_STREAMENDED']._serialized_start=638
+  _globals['_STREAMENDED']._serialized_end=667
+  _globals['_RECORDEDROW']._serialized_start=670
+  _globals['_RECORDEDROW']._serialized_end=815
+  _globals['_RECORDINGENDED']._serialized_start=817
+  _globals['_RECORDINGENDED']._serialized_end=854
 # @@protoc_insertion_point(module_scope)

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SegmentHeader(_message.Message):
-    __slots__ = ("pagewire_version", "deployment", "model", "replica_id", "recording_id", "segment", "started_at_ms", "hello", "welcome", "version", "num_rows")
+    __slots__ = ("pagewire_version", "deployment", "model", "replica_id", "recording_id", "segment", "started_at_ms", "hello", "welcome", "version", "num_rows", "num_plans")
     PAGEWIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class SegmentHeader(_message.Message):
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PLANS_FIELD_NUMBER: _ClassVar[int]
     pagewire_version: str
     deployment: str
     model: str
@@ -30,7 +31,8 @@ class SegmentHeader(_message.Message):
     welcome: _worker_pb2.Welcome
     version: int
     num_rows: int
-    def __init__(self, pagewire_version: _Optional[str] = ..., deployment: _Optional[str] = ..., model: _Optional[str] = ..., replica_id: _Optional[str] = ..., recording_id: _Optional[bytes] = ..., segment: _Optional[int] = ..., started_at_ms: _Optional[int] = ..., hello: _Optional[_Union[_worker_pb2.Hello, _Mapping]] = ..., welcome: _Optional[_Union[_worker_pb2.Welcome, _Mapping]] = ..., version: _Optional[int] = ..., num_rows: _Optional[int] = ...) -> None: ...
+    num_plans: int
+    def __init__(self, pagewire_version: _Optional[str] = ..., deployment: _Optional[str] = ..., model: _Optional[str] = ..., replica_id: _Optional[str] = ..., recording_id: _Optional[bytes] = ..., segment: _Optional[int] = ..., started_at_ms: _Optional[int] = ..., hello: _Optional[_Union[_worker_pb2.Hello, _Mapping]] = ..., welcome: _Optional[_Union[_worker_pb2.Welcome, _Mapping]] = ..., version: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_plans: _Optional[int] = ...) -> None: ...
 
 class Record(_message.Message):
     __slots__ = ("offset_us", "sent", "received", "stream_ended", "row", "recording_ended")
