@@ -26,7 +26,7 @@ RUN := PYTHONPATH=.:clients/python $(PY)
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-kill demo-unplug test-fast test test-gpu test-compose check proto \
+.PHONY: help install demo demo-kill demo-unplug test-fast test test-gpu chaos test-compose check proto \
 	proto-check proto-baseline fmt lint typecheck imports bench bench-kernels bench-worker \
 	bench-scale up down logs clean
 
@@ -80,6 +80,10 @@ GPU_PYTEST = -W ignore::pytest.PytestConfigWarning $(shell grep -rlE 'mark\.gpu|
 test-gpu: $(DEV_READY) ## the tests marked gpu; fails without a GPU
 	$(RUN) -c 'import torch, triton; assert torch.cuda.is_available(), "no GPU"; print(torch.cuda.get_device_name(0), "torch", torch.__version__, "triton", triton.__version__)'
 	$(RUN) -m pytest -m gpu $(GPU_PYTEST) $(ARGS)
+
+MINUTES ?= 10
+chaos: $(DEV_READY) ## faults of every kind under 16 streams, compared token by token (MINUTES= SEED=)
+	PYTHONPATH=.:clients/python:tests OMP_NUM_THREADS=1 $(PY) -m chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 test-compose: $(DEV_READY) ## build the images and bring the compose file up with a Docker engine
 	tests/compose/run.sh

@@ -1,7 +1,7 @@
 """A TCP link of chosen length between two processes of one machine.
 
-Owns: delay, jitter and bandwidth of each direction, and cutting the link. Does not know what
-travels.
+Owns: delay, jitter and bandwidth of each direction, and cutting the link or silencing one or both
+of its directions. Does not know what travels.
 
 Bytes are delayed, not held up: what is written while earlier bytes are on their way follows them at
 once, as on a real line. Only `bandwidth` slows a stream down.
@@ -90,7 +90,7 @@ class _Direction:
                 due, data = self._chunks[0]
             if (wait_s := due - loop.time()) > 0:
                 await asyncio.sleep(wait_s)
-            await self._link.wait_until_thawed()
+            await self._link.wait_until_thawed(towards_target=self._towards_target)
             if data:
                 writer.write(data)
                 await writer.drain()
@@ -129,8 +129,9 @@ class Link:
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._directions: set[_Direction] = set()
-        self._thawed = asyncio.Event()
-        self._thawed.set()
+        self._upstream_thawed, self._downstream_thawed = asyncio.Event(), asyncio.Event()
+        self._is_up = True
+        self.thaw()
 
     @property
     def port(self) -> int:
@@ -147,21 +148,39 @@ class Link:
         """Make both directions half of that long; bytes on their way keep their time."""
         self.upstream = self.downstream = LinkConfig(delay_s=round_trip_s / 2)
 
-    def freeze(self) -> None:
-        """Deliver nothing any more, as a cut that neither side is told about."""
-        self._thawed.clear()
+    def freeze(self, *, upstream: bool = True, downstream: bool = True) -> None:
+        """Deliver nothing any more, as a cut that neither side is told about.
+
+        Args:
+            upstream: Silence this direction; otherwise it stays as it is.
+            downstream: Likewise.
+        """
+        if upstream:
+            self._upstream_thawed.clear()
+        if downstream:
+            self._downstream_thawed.clear()
 
     def thaw(self) -> None:
-        self._thawed.set()
+        self._upstream_thawed.set()
+        self._downstream_thawed.set()
 
-    async def cut(self) -> None:
-        """End all connections at once; new ones are still taken."""
+    async def cut(self, *, refuse_new: bool = False) -> None:
+        """End all connections at once.
+
+        Args:
+            refuse_new: End new ones too, until `mend`; otherwise they are still taken.
+        """
+        self._is_up = not refuse_new
         for task in list(self._connections):
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
-    async def wait_until_thawed(self) -> None:
-        await self._thawed.wait()
+    def mend(self) -> None:
+        """Take new connections again."""
+        self._is_up = True
+
+    async def wait_until_thawed(self, *, towards_target: bool) -> None:
+        await (self._upstream_thawed if towards_target else self._downstream_thawed).wait()
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -179,6 +198,9 @@ class Link:
             self._server = None
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self._is_up:
+            writer.transport.abort()
+            return
         task = asyncio.create_task(self._carry(reader, writer))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)

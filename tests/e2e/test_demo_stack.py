@@ -244,3 +244,40 @@ async def test_frozen_link_delivers_nothing_and_a_cut_ends_connections(echo_port
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
             await reader.readexactly(1)
         writer.close()
+
+
+async def test_link_silences_one_direction_alone():
+    arrived = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.readexactly(5))
+        arrived.set()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server, Link(server.sockets[0].getsockname()[1]) as link:
+        reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
+        link.freeze(upstream=False)
+        writer.write(b"there")
+        await arrived.wait()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await reader.read(1)
+        link.thaw()
+        assert await reader.readexactly(5) == b"there"
+        writer.close()
+
+
+async def test_link_that_is_cut_refuses_until_it_is_mended(echo_port):
+    async with Link(echo_port) as link:
+        await link.cut(refuse_new=True)
+        reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(1)
+        writer.close()
+        link.mend()
+        reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
+        writer.write(b"on")
+        assert await reader.readexactly(2) == b"on"
+        writer.close()
+        await writer.wait_closed()

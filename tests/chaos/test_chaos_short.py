@@ -1,0 +1,49 @@
+"""Two packs of faults under sixteen streams: a few of the minutes that `make chaos` runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from chaos.chaos_report import render
+from chaos.chaos_run import ChaosConfig, run_chaos
+from chaos.fault_schedule import FaultKind
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SEED = 1
+NUM_PACKS = 2
+
+# With whole systems: two of them at a time would run into each other's leases.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.redis,
+    pytest.mark.timeout(1500),
+    pytest.mark.xdist_group("e2e"),
+]
+
+
+async def test_no_token_is_wrong_lost_or_doubled_whatever_dies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ChaosConfig(
+        base_dir=tmp_path,
+        seed=SEED,
+        # Only if the machine can do next to nothing; otherwise the number of faults ends it.
+        seconds=600.0,
+        max_faults=NUM_PACKS * len(FaultKind),
+    )
+    report = await run_chaos(config, print)
+    with capsys.disabled():
+        print(f"\n{render(report)}")
+    assert not report.findings.items
+    assert report.faults == dict.fromkeys(FaultKind, NUM_PACKS)
+    assert report.num_active_faults >= 0.8 * report.num_faults
+    assert report.num_tokens > 0
+    assert report.ends["resumes"] > 0
+    assert report.logged["adopted blocks"] > 0
+    warm = report.warm_restart
+    assert warm is not None
+    assert warm.is_same
+    assert warm.hits_after == warm.hits_before == 2000
