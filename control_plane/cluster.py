@@ -17,7 +17,6 @@ from control_plane.errors import (
     InvariantError,
     OverloadedError,
     RequestTooLongError,
-    UnknownModelError,
 )
 from control_plane.failure import Failure
 from control_plane.fleet import Fleet, shutting_down
@@ -28,7 +27,7 @@ from control_plane.token_stream import TokenReaders, TokenStream
 from control_plane.waiting_room import Live, WaitingRoom
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from control_plane.cluster_config import ClusterConfig
     from control_plane.errors import ServingError
@@ -62,8 +61,18 @@ class Cluster:
         *,
         clock: RunClock | None = None,
         observers: StreamObservers | None = None,
+        on_started: Callable[[float], None] | None = None,
     ) -> None:
-        """Build it on the running loop. The prefix store is started and closed by the caller."""
+        """Build it on the running loop.
+
+        Args:
+            config: Limits and times.
+            models: Those served.
+            prefix_store: Started and closed by the caller.
+            clock: Made by default.
+            observers: May look on at control streams.
+            on_started: Gets the seconds that each request waited for its first row.
+        """
         if not models:
             raise ValueError("a control plane serves at least one model")
         self.config = config
@@ -89,6 +98,7 @@ class Cluster:
         self._draining = False
         self._started_at_s = time.time()
         self._num_replays = 0
+        self._on_started = on_started
 
     # Life.
 
@@ -143,7 +153,11 @@ class Cluster:
     # Requests.
 
     def submit(
-        self, request: Request, *, timeout_s: float | None = None, model: str | None = None
+        self,
+        request: Request,
+        *,
+        timeout_s: float | None = None,
+        model: ServedModel | None = None,
     ) -> TokenStream:
         """Take a request; its tokens come back through the stream.
 
@@ -151,20 +165,20 @@ class Cluster:
             request: Its `req_id` is unique among live requests (the edge sees to that).
             timeout_s: Until the client's deadline. Bounds only the wait for a replica; the edge
                 aborts what runs past it.
-            model: Name of the served model; None where there is only one.
+            model: One of those served; None where there is only one.
 
         Raises:
             RequestTooLongError: It fits no ready replica; names the longest that does.
             OverloadedError: The queue is full.
             ShuttingDownError: A drain has begun.
-            UnknownModelError: No such model, or none named and several served.
         """
         if self._draining:
             raise shutting_down()
-        served = self._model(model)
+        if model is None:
+            (model,) = self.models.values()
         if request.req_id in self._live:
             raise InvariantError(f"request {request.req_id} is live already")
-        self._check_length(request, served)
+        self._check_length(request, model)
         stream = TokenStream(request.live_sequences, self._readers)
         for sequence in request.live_sequences:
             # A resume can bring every token and not the end, if that was what got lost.
@@ -174,8 +188,9 @@ class Cluster:
         if request.is_finished:
             return stream
         self._check_queue(request)
-        deadline = None if timeout_s is None else self.clock() + timeout_s
-        live = Live(request, stream, served, deadline)
+        now = self.clock()
+        deadline = None if timeout_s is None else now + timeout_s
+        live = Live(request, stream, model, since=now, deadline=deadline)
         self._live[request.req_id] = live
         self._empty.clear()
         self._place(live)
@@ -208,6 +223,12 @@ class Cluster:
             self._forget(live)
 
     # What the fleet reports.
+
+    def started(self, request: Request) -> None:
+        """A request has a row for the first time."""
+        live = self._find(request)
+        if live is not None and self._on_started is not None:
+            self._on_started(self.clock() - live.since)
 
     def advance(self, update: StepUpdate) -> None:
         """New tokens and ends of a confirmed step."""
@@ -294,7 +315,9 @@ class Cluster:
     def _place(self, live: Live) -> None:
         """Hand the request to a replica, or let it wait for one."""
         with self._failure.guard():
-            live.engine = router.choose(live.request, self.fleet.ready(live.model))
+            ready = self.fleet.ready(live.model)
+            router.resolve_length(live.request, ready)
+            live.engine = router.choose(live.request, ready)
             if live.engine is None:
                 self._waiting.add(live)
             else:
@@ -326,21 +349,16 @@ class Cluster:
 
     # Checks.
 
-    def _model(self, name: str | None) -> ServedModel:
-        if name is None and len(self.models) == 1:
-            return next(iter(self.models.values()))
-        model = self.models.get(name or "")
-        if model is None:
-            raise UnknownModelError(
-                f"Model {name or '(none)'} is not served here; served: {', '.join(self.models)}.",
-                model=name or "",
-                served=",".join(self.models),
-            )
-        return model
-
     def _check_length(self, request: Request, model: ServedModel) -> None:
-        """Refuse what can never run."""
-        total, limit = request.max_total_tokens, self.longest_fit(model, len(request.sequences))
+        """Refuse what can never run.
+
+        What a client resumes did run somewhere: the replica may not have come back yet.
+        """
+        total, limit = request.max_total_tokens, model.max_model_len
+        if not any(sequence.output_token_ids for sequence in request.sequences):
+            limit = self.longest_fit(model, len(request.sequences))
+        if request.open_limit is not None:
+            total = 1 + max(sequence.num_tokens for sequence in request.sequences)
         if total <= limit and request.num_prompt_tokens < total:
             return
         raise RequestTooLongError(

@@ -58,6 +58,10 @@ class WorkerStream(Protocol):
 class EngineOwner(Protocol):
     """Who hears of tokens, failures and losses: the cluster."""
 
+    def started(self, request: Request) -> None:
+        """A request has a row for the first time."""
+        ...
+
     def advance(self, update: StepUpdate) -> None:
         """A step was confirmed."""
         ...
@@ -302,6 +306,10 @@ class Engine:
             if self._observer is not None:
                 self._observer.sent(message)
             self._last_sent_s = self._clock()
+
+    def started(self, request: Request) -> None:
+        """Pass a start of the core on."""
+        self._owner.started(request)
 
     def advance(self, update: StepUpdate) -> None:
         """Pass tokens of the core on."""

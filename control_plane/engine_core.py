@@ -384,6 +384,10 @@ class EngineCore:
         self.counters.prompt_tokens_sent += count_prompt_tokens(step)
         self.counters.replayed_tokens += _count_replayed(step)
         self._output.send(message)
+        for added in step.added:
+            sequence, request = added.sequence, added.sequence.request
+            if sequence.num_admissions == 1 and sequence is request.live_sequences[0]:
+                self._output.started(request)
 
     def _audit_idle(self, now: float) -> None:
         """Check that nothing leaked: by count every time, block by block once in a while.

@@ -20,6 +20,10 @@ class EngineOutput(Protocol):
         """Put a message on the worker's stream, behind all earlier ones."""
         ...
 
+    def started(self, request: Request) -> None:
+        """A request has a row for the first time, of all replicas."""
+        ...
+
     def advance(self, update: StepUpdate) -> None:
         """A step was confirmed: new tokens and ends."""
         ...

@@ -116,7 +116,7 @@ class GenerationService:
                 if not request.is_finished:
                     left_s = None if timeout_s is None else timeout_s + started - self._clock()
                     stream = self._cluster.submit(
-                        request, timeout_s=left_s, model=built.model.served.name
+                        request, timeout_s=left_s, model=built.model.served
                     )
                 generation = Generation(
                     built,

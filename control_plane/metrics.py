@@ -45,6 +45,9 @@ _MAX_CONNECTIONS = 32
 _TOKEN_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
+_QUEUE_BUCKETS = (
+    0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0,
+)  # fmt: skip
 _REQUEST_BUCKETS = (
     0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0,
 )  # fmt: skip
@@ -127,6 +130,7 @@ class Metrics:
         self.time_to_first_token = LatencyHistogram(_TOKEN_BUCKETS)
         self.inter_token_latency = LatencyHistogram(_TOKEN_BUCKETS)
         self.e2e_request_latency = LatencyHistogram(_REQUEST_BUCKETS)
+        self.request_queue_time = LatencyHistogram(_QUEUE_BUCKETS)
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.successes: Counter[str] = Counter()
@@ -167,6 +171,9 @@ class Metrics:
         )
         yield self.e2e_request_latency.family(
             "e2e_request_latency_seconds", "From the message to the last token."
+        )
+        yield self.request_queue_time.family(
+            "request_queue_time_seconds", "From the admission to a row on a replica."
         )
         yield _counter("prompt_tokens", "Prompt tokens admitted.", self.num_prompt_tokens)
         yield _counter("generation_tokens", "Output tokens.", self.num_generation_tokens)

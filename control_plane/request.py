@@ -255,6 +255,8 @@ class Request:
         seed: 64 bits, part of the key of every random draw.
         eos_token_ids: Tokens that end a sequence unless `sampling.ignore_eos`.
         max_total_tokens: min(prompt + max_tokens, max_model_len).
+        open_limit: What max_total_tokens may be at most, if the client left its output open; it is
+            then lowered to what fits where the request is placed. None if it did not.
         priority: Higher is served first.
         tenant: Whom round robin is fair to.
         cache_salt: Prefixes are shared within one salt only.
@@ -275,6 +277,7 @@ class Request:
         "eos_token_ids",
         "max_total_tokens",
         "num_losses",
+        "open_limit",
         "priority",
         "prompt_token_ids",
         "req_id",
@@ -292,6 +295,7 @@ class Request:
         sampling: SamplingParams,
         seed: int,
         max_total_tokens: int,
+        is_open_ended: bool = False,
         arrival: int,
         eos_token_ids: tuple[int, ...] = (),
         priority: int = 0,
@@ -337,6 +341,7 @@ class Request:
         self.seed = seed
         self.eos_token_ids = eos_token_ids
         self.max_total_tokens = max_total_tokens
+        self.open_limit = max_total_tokens if is_open_ended else None
         self.priority = priority
         self.tenant = tenant
         self.cache_salt = cache_salt

@@ -27,8 +27,6 @@ from control_plane.request_checks import (
 from control_plane.tokenizer import check_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from control_plane.model_catalog import CatalogModel, ModelCatalog
     from control_plane.output_processor import OutputChunk
     from control_plane.request_checks import Resume
@@ -67,7 +65,6 @@ class RequestBuilder:
         catalog: ModelCatalog,
         pool: EncodingPool,
         *,
-        longest_fit: Callable[[CatalogModel, int], int] | None = None,
         max_n: int = 1,
         enforce_cache_salt: bool = False,
     ) -> None:
@@ -76,14 +73,11 @@ class RequestBuilder:
         Args:
             catalog: The served models.
             pool: Encodes long prompts.
-            longest_fit: Tokens that so many sequences of a model can have on some replica; without
-                max_tokens a request gets as many. None: as the model allows.
             max_n: Most continuations of one request.
             enforce_cache_salt: Tenants never share prefixes, whatever salt they send.
         """
         self._catalog = catalog
         self._pool = pool
-        self._longest_fit = longest_fit or _model_length
         self._max_n = max_n
         self._enforces_cache_salt = enforce_cache_salt
         self._arrivals = itertools.count()
@@ -110,19 +104,17 @@ class RequestBuilder:
         resume = read_resume(message.resume, sampling.n, model.served)
         prompt = await encode_prompt(message, model, self._pool)
         check_prompt_length(prompt.size, model.served)
-        max_model_len = model.served.max_model_len
+        # Left open, it ends where the model does, or the replica that it comes to.
+        max_tokens = model.served.max_model_len - prompt.size
         if sampling.max_tokens is not None:
-            max_tokens = min(max_model_len - prompt.size, sampling.max_tokens)
-        else:
-            # At least one: then the cluster refuses it and names what would fit.
-            longest = min(max_model_len, self._longest_fit(model, sampling.n))
-            max_tokens = max(1, longest - prompt.size)
+            max_tokens = min(max_tokens, sampling.max_tokens)
         request = Request(
             req_id=req_id,
             prompt_token_ids=prompt,
             sampling=sampling,
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             max_total_tokens=prompt.size + max_tokens,
+            is_open_ended=sampling.max_tokens is None,
             arrival=next(self._arrivals),
             eos_token_ids=model.served.eos_token_ids,
             priority=message.priority,
@@ -185,11 +177,6 @@ class RequestBuilder:
                 message.skip_special_tokens if message.HasField("skip_special_tokens") else True
             ),
         )
-
-
-def _model_length(model: CatalogModel, num_sequences: int) -> int:
-    del num_sequences
-    return model.served.max_model_len
 
 
 def _replay(

@@ -67,10 +67,26 @@ def choose(request: Request, candidates: Iterable[C]) -> C | None:
     )
 
 
+def resolve_length(request: Request, candidates: Iterable[Candidate]) -> None:
+    """Lower the limit of a request whose output was left open to the longest that fits anywhere.
+
+    Anew at each placing: a shorter replica must not cut it for ever. Where not even what is known
+    of it fits, the limit is the model's, and it waits for a longer replica.
+    """
+    if request.open_limit is None:
+        return
+    live = request.live_sequences
+    longest = longest_fit(candidates, len(live), limit=request.open_limit)
+    has_room = longest > max(sequence.num_tokens for sequence in live)
+    request.max_total_tokens = longest if has_room else request.open_limit
+
+
 def longest_fit(candidates: Iterable[Candidate], num_sequences: int, *, limit: int) -> int:
     """The most tokens, up to `limit`, that so many sequences can have on some candidate; or 0."""
     longest = 0
     for candidate in candidates:
+        if candidate.fits(limit, num_sequences):
+            return limit
         low, high = longest, limit
         while low < high:
             middle = (low + high + 1) // 2

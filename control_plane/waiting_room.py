@@ -26,13 +26,15 @@ class Live:
     """One live request and where it is.
 
     Attributes:
-        deadline: Absolute, on the cluster's clock; None for none.
+        since: When it was submitted, on the cluster's clock.
+        deadline: On that clock; None for none.
         engine: None while it waits for a replica.
     """
 
     request: Request
     stream: TokenStream
     model: ServedModel
+    since: float
     deadline: float | None
     engine: Engine | None = None
 

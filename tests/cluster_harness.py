@@ -157,6 +157,7 @@ async def running_cluster(
     store: PrefixStore | None = None,
     port: int = 0,
     clock: RunClock | None = None,
+    on_started: Callable[[float], None] | None = None,
     **config: Any,
 ) -> AsyncIterator[Harness]:
     store = store or MemoryPrefixStore()
@@ -165,6 +166,7 @@ async def running_cluster(
         [model or fake_model()],
         store,
         clock=clock,
+        on_started=on_started,
     )
     await store.start()
     await cluster.start()

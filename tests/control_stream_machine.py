@@ -119,6 +119,9 @@ class Link:
     def send(self, message: worker_pb2.ControlMessage) -> None:
         self.to_worker.append(message)
 
+    def started(self, request: Request) -> None:
+        assert request.req_id in self.machine.tracked
+
     def advance(self, update: StepUpdate) -> None:
         for sequence, token_id in zip(update.sequences, update.token_ids, strict=True):
             self.machine.tracked[sequence.request.req_id].received.append(token_id)

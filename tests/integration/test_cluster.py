@@ -25,7 +25,6 @@ from control_plane.errors import (
     RequestTooLongError,
     ShuttingDownError,
     UnavailableError,
-    UnknownModelError,
 )
 from control_plane.memory_prefix_store import MemoryPrefixStore
 from control_plane.prefix_store import PrefixScope
@@ -333,12 +332,6 @@ async def test_a_resume_that_is_complete_ends_at_once() -> None:
         output = await collect(harness.cluster.submit(request))
         assert (output.token_ids, output.reason) == ([], FinishReason.LENGTH)
         harness.assert_nothing_held()
-
-
-async def test_an_unknown_model_is_refused() -> None:
-    async with running_cluster() as harness:
-        with pytest.raises(UnknownModelError, match="served: fake"):
-            harness.cluster.submit(harness.request([10]), model="other")
 
 
 async def test_confirmed_blocks_reach_the_prefix_store() -> None:

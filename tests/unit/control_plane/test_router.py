@@ -65,3 +65,39 @@ def test_the_longest_fit_is_the_largest_of_all_replicas_up_to_the_limit() -> Non
     assert router.longest_fit(replicas, 2, limit=1000) == 65
     assert router.longest_fit(replicas, 1, limit=100) == 100
     assert router.longest_fit([], 1, limit=100) == 0
+
+
+def open_request(num_tokens: int = 100, limit: int = 1000) -> Request:
+    return Request(
+        req_id="q",
+        prompt_token_ids=[1] * num_tokens,
+        sampling=SamplingParams(),
+        seed=0,
+        max_total_tokens=limit,
+        is_open_ended=True,
+        arrival=0,
+    )
+
+
+def test_an_open_output_is_as_long_as_fits_and_longer_again_where_more_does() -> None:
+    open_ended = open_request()
+    for longest in (300, 200, 700):
+        router.resolve_length(
+            open_ended, [Replica("a", longest=150), Replica("b", longest=longest)]
+        )
+        assert open_ended.max_total_tokens == longest
+    router.resolve_length(open_ended, [Replica("a", longest=5000)])
+    assert open_ended.max_total_tokens == 1000
+
+
+def test_an_open_output_is_not_cut_where_what_is_known_does_not_fit() -> None:
+    open_ended = open_request()
+    for replicas in ([], [Replica("a", longest=100)]):
+        router.resolve_length(open_ended, replicas)
+        assert open_ended.max_total_tokens == 1000
+
+
+def test_an_output_that_the_client_limited_stays_as_it_is() -> None:
+    limited = request(total=200)
+    router.resolve_length(limited, [Replica("a", longest=150)])
+    assert limited.max_total_tokens == 200
