@@ -49,9 +49,14 @@ class TinyModel:
     weights: LoadedModel
 
 
-def tiny_model(path: Path) -> TinyModel:
+def write_model(path: Path) -> None:
+    """Tokenizer and random weights."""
     write_tiny_model(path)
     make_model("llama", path, vocab_size=ALL["byte_level"].vocab_size)
+
+
+def tiny_model(path: Path) -> TinyModel:
+    write_model(path)
     weights = load_model(path, dtype="float32", device=torch.device("cpu"))
     return TinyModel(path, load_catalog_model(path), weights)
 
