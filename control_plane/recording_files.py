@@ -92,6 +92,7 @@ class ReplicaFiles:
         self._size = 0
         self._rotate_at = 0
         self._buffer = bytearray()
+        self._ends: list[int] = []  # of the records in the buffer, counted from the file's begin
         self._hello: worker_pb2.Hello | None = None
         self._stream: _StreamState | None = None
         self._is_waiting = False  # for a Reset
@@ -141,12 +142,16 @@ class ReplicaFiles:
         if self._file is None or not self._buffer:
             return
         data, self._buffer = self._buffer, bytearray()
+        ends, self._ends = self._ends, []
+        begin, written = self._size - len(data), 0
         try:
-            _write_all(self._file, data)
+            while written < len(data):
+                written += _write_some(self._file, memoryview(data)[written:])
         except OSError:
-            # A reader would take it for the torn end of a crash.
+            # Half a record would look as if the process had been killed.
+            whole = max((end for end in ends if end <= begin + written), default=begin)
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, self._size - len(data))
+                os.ftruncate(self._file, whole)
             raise
         self._counts.bytes_written += len(data)
 
@@ -163,6 +168,7 @@ class ReplicaFiles:
                 os.close(self._file)
             self._file = None
         self._buffer.clear()
+        self._ends.clear()
 
     # What a record means.
 
@@ -292,6 +298,7 @@ class ReplicaFiles:
         self._make_room(len(data))
         self._buffer += data
         self._size += len(data)
+        self._ends.append(self._size)
         if len(self._buffer) >= _WRITE_BYTES:
             self.flush()
 
@@ -320,10 +327,8 @@ def remove_recording(directory: Path) -> None:
         directory.rmdir()
 
 
-def _write_all(descriptor: int, data: bytearray) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
+def _write_some(descriptor: int, data: memoryview) -> int:
+    return os.write(descriptor, data)
 
 
 def _follow_sent(stream: _StreamState, message: worker_pb2.ControlMessage) -> None:
