@@ -3,13 +3,15 @@
     python -m tests.benchmarks.scale [--only TABLE ...] [--replicas N ...] [--quick] [--json FILE]
 
 Tables: sizes, loads, keys, costs, hot, outages (simulated time: the same on any machine), index,
-store, router (measured on this machine). All of them take about ten minutes of one idle core and
-1 GB; `--quick` takes one minute and small fleets.
+store, router, workers, check (measured on this machine; check: the simulation against real
+processes). All of them take about a quarter of an hour of one idle core and 1 GB; `--quick` leaves
+out check and the large fleets and takes two minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import platform
 import sys
@@ -18,14 +20,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.benchmarks.scale import measured, scenarios
+from tests.benchmarks.scale import check, measured, scenarios, simulated_workers
 from tests.benchmarks.scale.outcome import Outcome
+from tests.benchmarks.scale.simulation import Setup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 SIMULATED = ("sizes", "loads", "keys", "costs", "hot", "outages")
-MEASURED = ("index", "store", "router")
+MEASURED = ("index", "store", "router", "workers", "check")
 
 
 class Progress:
@@ -84,17 +87,33 @@ def simulate(
     return rows
 
 
-def measure(table: str) -> list[dict[str, float]]:
+def measure(table: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure the real parts here."""
     print(f"\n{table} (measured)")
     if table == "index":
         rows = [measured.measure_index(1_000_000)]
     elif table == "store":
         rows = [measured.measure_store()]
+    elif table == "workers":
+        plan = simulated_workers.Plan()
+        if options.quick:
+            plan = simulated_workers.Plan(num_workers=40, concurrency=(40, 160), seconds=5)
+        rows = [asyncio.run(simulated_workers.measure(plan, lambda line: print(line, flush=True)))]
+    elif table == "check":
+        setup = Setup(num_replicas=4, load=0.5, warm_up=40, measured=60, seed=options.seed)
+        progress = Progress(table)
+        rows = asyncio.run(check.compare(setup, slower=10.0, say=print, progress=progress))
+        progress.close()
     else:
         rows = list(measured.measure_router())
     for row in rows:
-        print("  ".join(f"{name} {value:.5g}" for name, value in row.items()), flush=True)
+        # Lists were printed line by line, as they came.
+        figures = {name: value for name, value in row.items() if not isinstance(value, list)}
+        texts = [
+            f"{name} {value if isinstance(value, str) else f'{value:.5g}'}"
+            for name, value in figures.items()
+        ]
+        print("  ".join(texts), flush=True)
     return rows
 
 
@@ -123,7 +142,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.quick:
         options.replicas, options.fleet, options.planes = [10, 50], 48, 4
-    tables = options.only or SIMULATED + MEASURED
+    tables = options.only or [
+        t for t in SIMULATED + MEASURED if not (options.quick and t == "check")
+    ]
     print(f"python {platform.python_version()}, {platform.machine()}, {time.strftime('%Y-%m-%d')}, "
           f"seed {options.seed}")  # fmt: skip
     report: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "seed": options.seed}
@@ -131,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if table in SIMULATED:
             report[table] = simulate(table, runs_of(table, options), options)
         else:
-            report[table] = measure(table)
+            report[table] = measure(table, options)
         if table == "outages":
             report["ring"] = [scenarios.moved_keys(planes) for planes in (4, 16, 64)]
             print("\nring: share of keys that move")

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from control_plane.request import BlockHash, BlockId, Version
 
 BLOCK_SIZE = 16
+_OUTPUT_TOKENS = 256
+_ROOM = _OUTPUT_TOKENS // BLOCK_SIZE + 2  # blocks beyond a prompt's, or it would not fit
 _ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -164,6 +166,7 @@ class Candidate:
 
     def __init__(self, index: int, hasher: BlockHasher, num_blocks: int) -> None:
         self.replica_id = f"replica-{index:04d}"
+        self.is_doubtful = False
         self.queued_tokens = 0
         self.num_live = 0
         manager = KVCacheManager(
@@ -180,6 +183,12 @@ class Candidate:
     def num_hit_tokens(self, request: Request) -> int:
         return self._scheduler.count_cached_tokens(request)
 
+    def cache(self, hashes: list[BlockHash]) -> None:
+        """Make a prompt's blocks known, as after a request that ended."""
+        block_ids = self.pool.allocate(len(hashes), 1)
+        self.pool.register(block_ids, hashes, version=None)
+        self.pool.release(reversed(block_ids))
+
 
 def _request(num_tokens: int) -> Request:
     tokens = np.random.default_rng(num_tokens).integers(0, 100_000, num_tokens, dtype=np.int32)
@@ -188,9 +197,19 @@ def _request(num_tokens: int) -> Request:
         prompt_token_ids=tokens,
         sampling=SamplingParams(),
         seed=0,
-        max_total_tokens=num_tokens + 256,
+        max_total_tokens=num_tokens + _OUTPUT_TOKENS,
         arrival=0,
     )
+
+
+def request_and_candidate(num_tokens: int) -> tuple[Request, Candidate]:
+    """A request and a replica that has its whole prompt."""
+    hasher = BlockHasher(deployment_seed=b"", model_fingerprint=bytes(32), block_size=BLOCK_SIZE)
+    request = _request(num_tokens)
+    hashes = hasher.extend(request.sequences[0], num_tokens)
+    candidate = Candidate(0, hasher, len(hashes) + _ROOM)
+    candidate.cache(hashes)
+    return request, candidate
 
 
 def measure_router(
@@ -204,7 +223,7 @@ def measure_router(
         hash_us = _cpu_us(lambda s=sequence: _hash_anew(hasher, s))
         hashes = hasher.extend(sequence, num_tokens)
         for num_replicas in replicas:
-            engines = [Candidate(i, hasher, len(hashes) + 64) for i in range(num_replicas)]
+            engines = [Candidate(i, hasher, len(hashes) + _ROOM) for i in range(num_replicas)]
 
             def choose(engines: list[Candidate] = engines, request: Request = request) -> None:
                 router.choose(request, engines)
@@ -216,9 +235,7 @@ def measure_router(
                 "cached_nowhere_us": _cpu_us(choose),
             }
             for engine in engines:
-                block_ids = engine.pool.allocate(len(hashes), 1)
-                engine.pool.register(block_ids, hashes, version=None)
-                engine.pool.release(reversed(block_ids))
+                engine.cache(hashes)
             yield row | {"cached_everywhere_us": _cpu_us(choose)}
 
 

@@ -66,7 +66,6 @@ class Replica:
         num_steps: Since the start; so are the next two.
         num_row_steps: Rows decoded.
         num_prefill_tokens: Tokens prefilled.
-        is_up: Whether a control plane has it.
     """
 
     __slots__ = (
@@ -87,7 +86,6 @@ class Replica:
         "cache",
         "device",
         "index",
-        "is_up",
         "num_live",
         "num_prefill_tokens",
         "num_row_steps",
@@ -123,7 +121,6 @@ class Replica:
         self.num_steps = 0
         self.num_row_steps = 0
         self.num_prefill_tokens = 0
-        self.is_up = True
         self._cost = cost
         self.device = device
         self._schedule = schedule
@@ -141,6 +138,10 @@ class Replica:
         self._chunks: list[tuple[Turn, int]] = []
 
     # What the router asks.
+
+    @property
+    def is_doubtful(self) -> bool:
+        return False
 
     @property
     def queued_tokens(self) -> int:
@@ -166,11 +167,14 @@ class Replica:
         self.num_live += 1
         self._waiting.append(turn)
         if not self._run_steps:
+            turn.joins_at_step = self._step
             self._start_run(now)
-        elif self._run_steps > 1 and len(self._waiting) == 1 and self._has_free_row():
-            # Plans for the steps of the lookahead are under way; it joins the one behind them.
-            num_begun = int((now - self._run_started_s) / self._unit_s) + 1
-            num_steps = num_begun + self.device.lookahead
+            return
+        # Plans for the steps of the lookahead are under way; it joins the one behind them.
+        num_begun = min(int((now - self._run_started_s) / self._unit_s) + 1, self._run_steps)
+        turn.joins_at_step = self._step + num_begun + self.device.lookahead
+        if len(self._waiting) == 1 and self._has_free_row():
+            num_steps = turn.joins_at_step - self._step
             if num_steps < self._run_steps:
                 self._run_steps = num_steps
                 self._run_ends_s = self._run_started_s + num_steps * self._unit_s
@@ -247,6 +251,8 @@ class Replica:
         waiting, cache = self._waiting, self.cache
         while waiting and self._has_free_row():
             turn = waiting[0]
+            if turn.joins_at_step > self._step and (self._decoding or self._prefilling):
+                break
             num_hits = cache.admit(turn.chain, turn.num_prompt_blocks, turn.num_output_blocks)
             if num_hits is None:
                 break
@@ -261,6 +267,8 @@ class Replica:
             self._run_steps = 1
         elif self._decoding:
             self._run_steps = self._finishes[0][0] - self._step
+            if waiting and waiting[0].joins_at_step > self._step and self._has_free_row():
+                self._run_steps = min(self._run_steps, waiting[0].joins_at_step - self._step)
         else:
             return
         self._unit_s, self._run_started_s = unit_s, now

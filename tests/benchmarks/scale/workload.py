@@ -114,6 +114,8 @@ class Turn:
         arrived_s: When the client sent it.
         ready_s: When it was at the control plane that serves it.
         num_hit_blocks: Found at its admission.
+        num_queued_tokens: Of the prompt, without what was cached when it came to its replica.
+        joins_at_step: Of its replica, the first one that was not ordered yet when it came.
     """
 
     session: Session
@@ -125,6 +127,7 @@ class Turn:
     first_token_s: float = -1.0
     num_hit_blocks: int = 0
     num_queued_tokens: int = 0
+    joins_at_step: int = 0
     control_plane: int = -1
     is_measured: bool = False
     avoid: str = field(default="", repr=False)

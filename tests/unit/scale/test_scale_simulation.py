@@ -81,12 +81,13 @@ def test_one_request_takes_its_prefill_and_then_a_step_per_token() -> None:
     assert [time_s for time_s, _, _ in world.events] == pytest.approx([1.0, first, last])
 
 
+@pytest.mark.parametrize("lookahead", [0, 2])
 @pytest.mark.parametrize("gap_s", [0.0, 0.05, 0.3])
-def test_runs_of_equal_steps_are_the_steps_one_by_one(gap_s: float) -> None:
+def test_runs_of_equal_steps_are_the_steps_one_by_one(gap_s: float, lookahead: int) -> None:
     arrivals = [i * gap_s + 1e-4 for i in range(40)]
     seen: list[list[tuple[float, str, int]]] = []
     for step_by_step in (False, True):
-        world = World(step_by_step=step_by_step)
+        world = World(device=replace(DEVICE, lookahead=lookahead), step_by_step=step_by_step)
         world.run(list(zip(arrivals, turns(40), strict=True)))
         seen.append(sorted(world.events, key=lambda event: (event[1], event[2])))
     assert [event[1:] for event in seen[0]] == [event[1:] for event in seen[1]]
@@ -101,6 +102,16 @@ def test_a_newcomer_joins_behind_the_steps_that_are_ordered() -> None:
     world.run([(0.0, first), (begins_s + 4.5 * step_s, second)])
     admitted_s = next(time_s for time_s, *rest in world.events if rest == ["admitted", 1])
     assert admitted_s == pytest.approx(begins_s + 7 * step_s)
+
+
+def test_a_newcomer_waits_for_ordered_steps_while_others_are_in_prefill_too() -> None:
+    [first, second] = turns(2)
+    world = World(device=replace(DEVICE, lookahead=2))
+    begins_s = DEVICE.fixed_s + first.num_tokens * DEVICE.per_token_s
+    step_s = DEVICE.fixed_s + DEVICE.per_row_s
+    world.run([(0.0, first), (begins_s / 2, second)])
+    admitted_s = next(time_s for time_s, *rest in world.events if rest == ["admitted", 1])
+    assert admitted_s == pytest.approx(begins_s + 2 * step_s)
 
 
 def test_rows_are_bounded_and_nobody_is_forgotten() -> None:
