@@ -10,6 +10,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from pagewire_client.bench import command as bench
 from pagewire_client.client import Client
 from pagewire_client.errors import PagewireError
 from pagewire_client.options import DEFAULT_SERVER
@@ -33,6 +34,7 @@ examples:
   pagewire status --server 10.0.0.5:50051
   pagewire models --server llm.example:50051 --tls-ca ca.pem --token-file token
   pagewire replay ./recordings --model ./my-model       (after pagewire-control --record)
+  pagewire bench --requests 200 --concurrency 16      (pagewire bench --help)
 """
 
 
@@ -117,6 +119,10 @@ def _build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", metavar="TEXT", help="instructions before the conversation")
     add("models", _models, "List the served models.")
     add("status", _status, "Show replicas, their blocks and queues.")
+    load = add("bench", _bench, "Measure a server under load.")
+    load.description, load.epilog = bench.DESCRIPTION, bench.EPILOG
+    load.formatter_class = argparse.RawDescriptionHelpFormatter
+    bench.add_flags(load)
     # It asks no server, so it has none of the common flags.
     replaying = commands.add_parser(
         "replay",
@@ -273,6 +279,16 @@ def _replica_row(replica: inference_pb2.ReplicaStats) -> tuple[str, ...]:
         f"{hits:.0%}",
         workers or "lost",
     )
+
+
+def _bench(client: Client, args: argparse.Namespace) -> None:
+    try:
+        has_ended = bench.run(client, args, tls=_tls(args), token=_token(args))
+    except ValueError as error:
+        print(f"pagewire bench: {error}", file=sys.stderr)
+        sys.exit(2)
+    if not has_ended:
+        raise KeyboardInterrupt
 
 
 def _print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
