@@ -34,6 +34,10 @@ def main(argv: list[str] | None = None) -> int:
     config = parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
+    # Without a file to read, SIGHUP keeps its usual meaning: the terminal is gone. While the model
+    # loads there is nothing to read again.
+    if config.security.has_files:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _set_up_logging(config.log_level)
     raise_open_files()
     _set_up_libraries(asks_hub=any(isinstance(m.location, HubModel) for m in config.models))
@@ -94,9 +98,7 @@ async def _run(config: ControlPlaneConfig, catalog: ModelCatalog) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    security = config.security
-    # Without a file to read, SIGHUP keeps its usual meaning: the terminal is gone.
-    if security.auth_tokens_file is not None or security.worker_token_file is not None:
+    if config.security.has_files:
         loop.add_signal_handler(signal.SIGHUP, reread.set)
     await serve(
         config,

@@ -21,8 +21,14 @@ if TYPE_CHECKING:
     from control_plane.metrics import Metrics
     from control_plane.tokens import ClientTokens
 
-# Load balancers have no token, and learn nothing but whether we serve.
-_OPEN_PREFIX = f"/{health.SERVICE_NAME}/"
+WORKER_SERVICE_NAME = "pagewire.v1.WorkerService"
+_OPEN_PREFIXES = (
+    # Load balancers have no token, and learn nothing but whether we serve.
+    f"/{health.SERVICE_NAME}/",
+    # Not here at all: a worker that dials the wrong port is to hear that, not that its token is
+    # nobody's.
+    f"/{WORKER_SERVICE_NAME}/",
+)
 
 
 class CallAuth(grpc.aio.ServerInterceptor):
@@ -36,7 +42,7 @@ class CallAuth(grpc.aio.ServerInterceptor):
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> Any:
         """Hand the call on, or to a handler that ends it."""
-        if handler_call_details.method.startswith(_OPEN_PREFIX):
+        if handler_call_details.method.startswith(_OPEN_PREFIXES):
             return await continuation(handler_call_details)
         try:
             self._tokens.check(handler_call_details.invocation_metadata or ())

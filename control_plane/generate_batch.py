@@ -23,6 +23,8 @@ from control_plane.responses import to_outputs
 from protos.pagewire.v1 import inference_pb2
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from control_plane.call_errors import CallGuard
     from control_plane.generation import GenerationService
 
@@ -37,8 +39,17 @@ class BatchCall:
         guard: CallGuard,
         *,
         window: int,
-        principal: str = "",
+        principal: Callable[[], str] = lambda: "",
     ) -> None:
+        """Prepare to serve a stream.
+
+        Args:
+            context: The `grpc.aio.ServicerContext` of the call.
+            generations: Admits requests.
+            guard: Counts failures.
+            window: Requests that are unfinished or whose response is unread.
+            principal: Whose call it is. Asked for every request, as a stream may outlive its token.
+        """
         self._context = context
         self._generations = generations
         self._guard = guard
@@ -120,7 +131,7 @@ class BatchCall:
         self, message: inference_pb2.GenerateRequest
     ) -> inference_pb2.GenerateResponse:
         async with self._generations.admit(
-            message, timeout_s=self._context.time_remaining(), principal=self._principal
+            message, timeout_s=self._context.time_remaining(), principal=self._principal()
         ) as generation:
             response = inference_pb2.GenerateResponse(
                 request_id=generation.request_id, seed=generation.seed

@@ -195,7 +195,7 @@ class InferenceService:
             self._generations,
             self._guard,
             window=self._limits.batch_window,
-            principal=self._principal(context),
+            principal=lambda: self._principal(context),
         )
         await call.run()
 

@@ -53,6 +53,12 @@ class SecurityConfig:
                 "token belongs to"
             )
 
+    @property
+    def has_files(self) -> bool:
+        """Whether there is anything to read again."""
+        files = (self.tls, self.worker_tls, self.auth_tokens_file, self.worker_token_file)
+        return any(file is not None for file in files)
+
     def check_files(self) -> None:
         """Read every file once, to fail before anything slow is started.
 
@@ -71,7 +77,9 @@ class SecurityConfig:
 def add_security_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `read_security_flags` reads."""
     group = parser.add_argument_group(
-        "security", "Everything is open unless told otherwise; keys and tokens come from files."
+        "security",
+        "Everything is open unless told otherwise. Keys and tokens come from files, which are read "
+        "again once they have changed, or at once on SIGHUP.",
     )
     for flag, metavar, what in (
         ("--tls-cert", "PEM", "certificate of the public port, with those up to the root"),
@@ -89,12 +97,12 @@ def add_security_flags(parser: argparse.ArgumentParser) -> None:
             "--auth-tokens-file",
             "FILE",
             "public calls must bring a token of this file, as authorization: Bearer TOKEN; lines "
-            "of PRINCIPAL TOKEN; read again on SIGHUP",
+            "of PRINCIPAL TOKEN",
         ),
         (
             "--worker-token-file",
             "FILE",
-            "workers must bring a token of this file, one per line; read again on SIGHUP",
+            "workers must bring a token of this file, one per line",
         ),
     ):
         group.add_argument(flag, type=Path, metavar=metavar, help=what)

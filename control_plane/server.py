@@ -25,11 +25,11 @@ from control_plane.health import HealthService
 from control_plane.inference_service import InferenceService
 from control_plane.metrics import Metrics, MetricsServer
 from control_plane.port_options import public_options, worker_options
+from control_plane.port_security import PortSecurity
 from control_plane.prefix_store import open_prefix_store
 from control_plane.recording import Recorder
 from control_plane.request_builder import RequestBuilder
 from control_plane.tokenizer import EncodingPool
-from control_plane.tokens import ClientTokens, WorkerTokens
 from control_plane.worker_service import WORKER_SERVER_OPTIONS, WorkerService
 from protos.pagewire.v1 import worker_pb2_grpc
 
@@ -39,12 +39,10 @@ if TYPE_CHECKING:
     from control_plane.config import ControlPlaneConfig
     from control_plane.errors import InvariantError
     from control_plane.model_catalog import ModelCatalog
-    from protos.tls_files import TlsFiles
 
 logger = logging.getLogger(__name__)
 
 _READINESS_INTERVAL_S = 0.1
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Once every request has ended, its last response may still be on its way to the client.
 _LAST_WRITES_S = 5.0
 
@@ -64,12 +62,7 @@ class ControlPlane:
         """
         self._config = config
         security = config.security
-        self._credentials = _credentials(security.tls)
-        self._worker_credentials = _credentials(security.worker_tls)
-        self._tokens = security.auth_tokens_file and ClientTokens(security.auth_tokens_file)
-        self._worker_tokens = security.worker_token_file and WorkerTokens(
-            security.worker_token_file
-        )
+        self._security = PortSecurity(security)
         self._catalog = catalog
         self.metrics = Metrics()
         self._store = open_prefix_store(
@@ -103,15 +96,16 @@ class ControlPlane:
             metrics=self.metrics,
             limits=config.limits,
             on_fatal=self._on_fatal,
-            tokens=self._tokens,
+            tokens=self._security.tokens,
         )
         self._public_server = self._build_public_server()
         self._worker_server = grpc.aio.server(options=(*WORKER_SERVER_OPTIONS, *worker_options()))
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-            WorkerService(self.cluster, self._worker_tokens), self._worker_server
+            WorkerService(self.cluster, self._security.worker_tokens), self._worker_server
         )
         self._metrics_server: MetricsServer | None = None
         self._readiness: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self.port = 0
         self.worker_port = 0
 
@@ -127,14 +121,14 @@ class ControlPlane:
         """
         config = self._config
         self.port = _bind(
-            self._public_server, config.host, config.port, "--port", self._credentials
+            self._public_server, config.host, config.port, "--port", self._security.credentials
         )
         self.worker_port = _bind(
             self._worker_server,
             config.host,
             config.worker_port,
             "--worker-port",
-            self._worker_credentials,
+            self._security.worker_credentials,
         )
         try:
             self._metrics_server = MetricsServer(
@@ -142,7 +136,7 @@ class ControlPlane:
             )
         except OSError as error:
             raise _port_taken(config.host, config.metrics_port, "--metrics-port") from error
-        self._warn_of_readable_tokens()
+        self._security.warn(config.host)
         if self._recorder is not None:
             self._recorder.start()
         await self._store.start()
@@ -151,12 +145,11 @@ class ControlPlane:
         self._health.set({"": True, inference_service.SERVICE_NAME: True, **self._ready_models()})
         await self._public_server.start()
         self._readiness = asyncio.create_task(self._watch_readiness(), name="readiness")
+        self._watching = asyncio.create_task(self._security.watch(), name="secrets")
 
-    def reread_tokens(self) -> None:
-        """Take over what the token files hold now; calls that run are not asked again."""
-        for tokens in (self._tokens, self._worker_tokens):
-            if tokens is not None:
-                tokens.reread()
+    async def reread_secrets(self) -> None:
+        """Take over what the files of certificates and tokens hold now."""
+        await self._security.reread()
 
     def describe(self) -> str:
         """One line: where things listen and what is served."""
@@ -208,9 +201,10 @@ class ControlPlane:
 
     async def stop(self) -> None:
         """Close everything; what still runs is cut off."""
-        if self._readiness is not None:
-            self._readiness.cancel()
-            await asyncio.gather(self._readiness, return_exceptions=True)
+        for task in (self._readiness, self._watching):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         self._health.close()
         await self._public_server.stop(_LAST_WRITES_S)
         await self.cluster.stop()
@@ -233,20 +227,10 @@ class ControlPlane:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    def _warn_of_readable_tokens(self) -> None:
-        config = self._config
-        if config.host in _LOOPBACK:
-            return
-        for tokens, credentials, flag in (
-            (self._tokens, self._credentials, "--tls-cert"),
-            (self._worker_tokens, self._worker_credentials, "--worker-tls-cert"),
-        ):
-            if tokens is not None and credentials is None:
-                logger.warning("tokens travel in plain text: host=%s missing=%s", config.host, flag)
-
     def _build_public_server(self) -> grpc.aio.Server:
+        tokens = self._security.tokens
         server = grpc.aio.server(
-            interceptors=[CallAuth(self._tokens, self.metrics)] if self._tokens else None,
+            interceptors=[CallAuth(tokens, self.metrics)] if tokens else None,
             options=public_options(max_message_bytes=self._config.limits.max_transport_bytes),
         )
         self._inference.add_to(server)
@@ -267,19 +251,6 @@ class ControlPlane:
     def _on_fatal(self, error: InvariantError) -> None:
         if not self._fatal.done():
             self._fatal.set_result(error)
-
-
-def _credentials(tls: TlsFiles | None) -> grpc.ServerCredentials | None:
-    if tls is None:
-        return None
-    contents = tls.read()
-    if contents.key is None or contents.cert is None:
-        raise ValueError(f"{tls.flags.cert} is missing: TLS needs a certificate")
-    return grpc.ssl_server_credentials(
-        [(contents.key, contents.cert)],
-        root_certificates=contents.ca,
-        require_client_auth=contents.ca is not None,
-    )
 
 
 def _bind(
@@ -318,7 +289,7 @@ async def _reread(control_plane: ControlPlane, reread: asyncio.Event) -> None:
     while True:
         await reread.wait()
         reread.clear()
-        control_plane.reread_tokens()
+        await control_plane.reread_secrets()
 
 
 async def serve(
@@ -337,7 +308,7 @@ async def serve(
         catalog: The models, loaded.
         stop: Set by a signal.
         cut: Set by a second one.
-        reread: Set whenever token files may have changed.
+        reread: Set to have certificates and tokens read again.
         on_listening: Gets one line about where things listen.
 
     Returns:

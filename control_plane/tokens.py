@@ -11,9 +11,11 @@ import hmac
 import logging
 import re
 import secrets
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from control_plane.errors import UnauthenticatedError
+from protos.secret_files import read_secret
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -50,13 +52,17 @@ class _HashedTokens:
         return hmac.digest(self._key, token.encode("utf-8", "surrogatepass"), hashlib.sha256)
 
 
-class _TokenFile:
+class _TokenFile(ABC):
     """Tokens of one file, and their check."""
 
     def __init__(self, path: Path, flag: str) -> None:
         self._path = path
         self._flag = flag
         self._tokens = _HashedTokens(self._read())
+
+    @property
+    def paths(self) -> list[Path]:
+        return [self._path]
 
     def reread(self) -> None:
         """Take over what the file holds now; a file that is wrong changes nothing and is logged."""
@@ -97,9 +103,8 @@ class _TokenFile:
 
     def _read(self) -> list[tuple[str, str]]:
         try:
-            text = self._path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"{self._flag}: cannot read {self._path}: {error.strerror}") from None
+            # Some editors put a mark before the first line.
+            text = read_secret(self._path, self._flag).decode("utf-8-sig")
         except UnicodeDecodeError:
             raise ValueError(f"{self._flag}: {self._path} is not UTF-8") from None
         entries: list[tuple[str, str]] = []
@@ -120,8 +125,9 @@ class _TokenFile:
             raise ValueError(f"{self._flag}: {self._path} holds no token, so nobody could call")
         return entries
 
+    @abstractmethod
     def _parse(self, fields: list[str], where: str) -> tuple[str, str]:
-        raise NotImplementedError
+        """Principal and token of a line's words; raises ValueError that begins with `where`."""
 
     @staticmethod
     def _check_token(token: str, where: str) -> str:

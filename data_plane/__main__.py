@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from data_plane.control_stream import StreamOptions
     from data_plane.simulated_worker import SimulatedWorker
     from data_plane.worker import Worker
+    from protos.tls_files import TlsContents
 
 logger = logging.getLogger("data_plane")
 
@@ -37,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     config = parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
+    # It asks a control plane to read its files again; a worker reads its own whenever it dials.
+    if config.tls is not None or config.token_file is not None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     logging.basicConfig(
         level=config.log_level.upper(),
         format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s",
@@ -60,10 +64,12 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_CANNOT_START
 
     try:
+        tls, token = _read_secrets(config)
         options = StreamOptions(
             address=config.control_plane,
-            tls=config.tls and config.tls.read(),
-            token=config.token_file and read_token(config.token_file),
+            tls=tls,
+            token=token,
+            reread=lambda: _read_secrets(config),
             grace_s=config.grace_s,
         )
         workers = build()
@@ -80,6 +86,11 @@ def main(argv: list[str] | None = None) -> int:
         logging.shutdown()
         os._exit(exit_code)
     return exit_code
+
+
+def _read_secrets(config: WorkerConfig) -> tuple[TlsContents | None, str | None]:
+    tls = config.tls and config.tls.read()
+    return tls, config.token_file and read_token(config.token_file)
 
 
 def _builder(config: WorkerConfig) -> Callable[[], Sequence[Worker | SimulatedWorker]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from data_plane.simulated_profile import PROFILES, SimulationProfile, read_profile
 from protos.model_location import ModelLocation, locate_model
+from protos.secret_files import read_secret
 from protos.tls_files import CLIENT_FLAGS, TlsFiles
 
 _ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -251,9 +252,7 @@ def read_token(path: Path) -> str:
         ValueError: It cannot be read or holds none; the message never quotes it.
     """
     try:
-        lines = path.read_text(encoding="ascii").split("\n")
-    except OSError as error:
-        raise ValueError(f"--token-file: cannot read {path}: {error.strerror}") from None
+        lines = read_secret(path, "--token-file").decode("ascii").split("\n")
     except UnicodeDecodeError:
         raise ValueError(f"--token-file: {path} holds more than ASCII characters") from None
     tokens = [line.strip() for line in lines if line.strip() and not line.startswith("#")]

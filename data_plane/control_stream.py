@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import grpc
@@ -22,6 +22,8 @@ from data_plane.stream_session import StreamEnd, StreamSession
 from protos.pagewire.v1 import worker_pb2_grpc
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from data_plane.step_loop import Outcome
     from data_plane.step_work import StepRunner, StepWork
     from data_plane.stream_protocol import StreamProtocol
@@ -64,6 +66,8 @@ class StreamOptions:
         tls: What the control plane's certificate must descend from, and the worker's own; None:
             plain text.
         token: Says that this is a worker of the deployment.
+        reread: What both are by now; asked before every attempt. Raises ValueError where files
+            cannot be used, and then what was there before stays.
         grace_s: How long a draining worker waits for its rows.
         backoff_min_s: Delay before the first retry; it doubles, with jitter, until a Welcome.
         backoff_max_s: Its limit; a control plane that comes back waits this long for its workers.
@@ -75,6 +79,7 @@ class StreamOptions:
     address: str
     tls: TlsContents | None = None
     token: str | None = field(default=None, repr=False)
+    reread: Callable[[], tuple[TlsContents | None, str | None]] | None = None
     grace_s: float = 30.0
     backoff_min_s: float = 0.1
     backoff_max_s: float = 1.0
@@ -150,6 +155,7 @@ class ControlStream:
         # Set when no later stream can be served.
         self._fatal_end: StreamEnd | None = None
         self._last_end = ""
+        self._last_unread = ""
         self._num_failures = 0
         self._has_hung_step = False
 
@@ -216,6 +222,7 @@ class ControlStream:
         drain.cancel()
 
     async def _attach(self) -> tuple[StreamEnd, bool]:
+        self._reread_secrets()
         options = self._options
         async with options.channel() as channel:
             session = StreamSession(
@@ -231,6 +238,23 @@ class ControlStream:
                 return await session.run(), session.was_welcomed
             finally:
                 self._session = None
+
+    def _reread_secrets(self) -> None:
+        if self._options.reread is None:
+            return
+        try:
+            tls, token = self._options.reread()
+        except ValueError as error:
+            if str(error) != self._last_unread:
+                logger.warning(
+                    "certificates and token not read again: worker=%s message=%s",
+                    self._worker_id,
+                    error,
+                )
+            self._last_unread = str(error)
+        else:
+            self._options = replace(self._options, tls=tls, token=token)
+            self._last_unread = ""
 
     def _judge(self, end: StreamEnd, *, was_welcomed: bool) -> int | None:
         """Return the exit code that an end means; None if a new stream is to be tried."""

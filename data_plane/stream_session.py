@@ -18,6 +18,7 @@ from google.rpc import status_pb2
 from data_plane.plan_refused import status_reason
 from data_plane.step_work import StepError
 from data_plane.stream_protocol import Phase, ProtocolViolation, generation_messages
+from protos.connection_hints import connection_hint, is_other_service
 from protos.pagewire.v1 import worker_pb2
 
 if TYPE_CHECKING:
@@ -253,10 +254,12 @@ class StreamSession:
 
     async def _leave_when_drained(self) -> StreamEnd:
         await self._drain_requested.wait()
+        # Before the Welcome, too: behind it there may be plans already, and without this word they
+        # would be lost instead of given back.
+        drain = worker_pb2.Drain()
+        drain.grace.FromNanoseconds(int(self._grace_s * 1e9))
+        self._outgoing.put_nowait(worker_pb2.WorkerMessage(drain=drain))
         if self._protocol.phase is not Phase.AWAITING_WELCOME:
-            drain = worker_pb2.Drain()
-            drain.grace.FromNanoseconds(int(self._grace_s * 1e9))
-            self._outgoing.put_nowait(worker_pb2.WorkerMessage(drain=drain))
             self._drained.clear()
             self._note_progress()
             try:
@@ -281,6 +284,13 @@ class StreamSession:
 def _end_of(error: grpc.aio.AioRpcError) -> StreamEnd:
     reason = error.code().name
     message = error.details() or reason
+    if is_other_service(message):
+        message = (
+            "a gRPC server answers there, but none for workers: a control plane's public port does "
+            "so, workers dial its --worker-port, 50052 by default"
+        )
+    elif (hint := connection_hint(message)) is not None:
+        message = f"{hint} ({message})"
     for key, value in error.trailing_metadata() or ():
         if key == _STATUS_DETAILS_KEY and isinstance(value, bytes):
             status = status_pb2.Status.FromString(value)

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+from protos.secret_files import read_secret
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +56,29 @@ class TlsFiles:
         if (self.cert is None) != (self.key is None):
             given, missing = (flags.cert, flags.key) if self.cert else (flags.key, flags.cert)
             raise ValueError(f"{given} needs {missing}: a certificate and its key go together")
-        ca = None if self.ca is None else _read(self.ca, flags.ca)
-        cert = None if self.cert is None else _read(self.cert, flags.cert)
-        key = None if self.key is None else _read(self.key, flags.key)
+        ca, cert, key = self._contents()
         if self.ca is not None and ca is not None:
             _check_certificates(ca, self.ca, flags.ca)
         if self.cert is not None and self.key is not None and cert is not None and key is not None:
             _check_certificates(cert, self.cert, flags.cert)
             _check_pair(self.cert, self.key, key, flags)
+            # The check reads them itself, so it says nothing of files that were replaced meanwhile.
+            if self._contents() != (ca, cert, key):
+                raise ValueError(f"{flags.cert}: {self.cert} or {self.key} is just being replaced")
         return TlsContents(ca=ca, cert=cert, key=key)
+
+    @property
+    def paths(self) -> list[Path | str]:
+        """Those that were given."""
+        return [path for path in (self.ca, self.cert, self.key) if path is not None]
+
+    def _contents(self) -> tuple[bytes | None, bytes | None, bytes | None]:
+        flags = self.flags
+        return (
+            None if self.ca is None else read_secret(self.ca, flags.ca),
+            None if self.cert is None else read_secret(self.cert, flags.cert),
+            None if self.key is None else read_secret(self.key, flags.key),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,17 +93,11 @@ class TlsContents:
         return f"TlsContents(ca={self.ca is not None}, cert={self.cert is not None})"
 
 
-def _read(path: Path | str, flag: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ValueError(f"{flag}: cannot read {path}: {error.strerror}") from None
-
-
 def _check_certificates(contents: bytes, path: Path | str, flag: str) -> None:
     try:
+        # Between certificates there may be names in any language.
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(
-            cadata=contents.decode("ascii")
+            cadata=contents.decode("ascii", "ignore")
         )
     except (ssl.SSLError, ValueError):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,4 +42,23 @@ def make_pki(path: Path) -> Pki:
         cert = ca.issue_cert(identity)
         (path / f"{name}.pem").write_bytes(b"".join(c.bytes() for c in cert.cert_chain_pems))
         cert.private_key_pem.write_to_path(path / f"{name}.key")
+    return Pki(path)
+
+
+def make_openssl_pki(path: Path) -> Pki:
+    """The same files by the openssl command, as people make them; replaces those that are there."""
+    path.mkdir(exist_ok=True)
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=path, check=True, capture_output=True)
+
+    new_key = ("-newkey", "rsa:2048", "-nodes")
+    ca = ("-keyout", "ca.key", "-out", "ca.pem", "-days", "2")
+    openssl("req", "-x509", *new_key, "-subj", "/CN=a CA of the tests", *ca)
+    (path / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
+    for name in ("server", "client"):
+        key, csr, cert = f"{name}.key", f"{name}.csr", f"{name}.pem"
+        openssl("req", *new_key, "-subj", f"/CN={name}", "-keyout", key, "-out", csr)
+        signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2")
+        openssl("x509", "-req", "-in", csr, *signed, "-extfile", "names", "-out", cert)
     return Pki(path)

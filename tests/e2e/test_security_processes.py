@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 from api_harness import until
 from pagewire_client import AsyncClient, UnauthenticatedError
-from tls_helpers import Pki, make_pki
+from tls_helpers import Pki, make_openssl_pki, make_pki
 
 from data_plane.control_stream import EXIT_REFUSED
 from demo.processes import ManagedProcess, ProcessGroup, child_environment
@@ -67,14 +67,21 @@ class Stack:
         self.public = self.workers = ""
 
     async def start(self) -> None:
+        await self.start_control()
+        self.start_worker("worker", WORKER)
+
+    async def start_control(self, *, worker_port: int = 0) -> None:
         worker_tokens = self.pki.path / "worker-tokens"
-        worker_tokens.write_text(f"{WORKER}\n")
+        if not worker_tokens.exists():
+            worker_tokens.write_text(f"{WORKER}\n")
+        self.public = ""
         server = self.pki.path / "server"
         self.control = self.group.start(
             "control",
             [
                 *(sys.executable, "-m", "control_plane", *self.model),
-                *("--port=0", "--worker-port=0", "--metrics-port=0", "--enforce-cache-salt"),
+                *("--port=0", f"--worker-port={worker_port}", "--metrics-port=0"),
+                "--enforce-cache-salt",
                 *(f"--tls-cert={server}.pem", f"--tls-key={server}.key"),
                 *(f"--worker-tls-client-ca={self.pki.ca}", f"--auth-tokens-file={self.tokens}"),
                 f"--worker-token-file={worker_tokens}",
@@ -83,7 +90,6 @@ class Stack:
         await self.group.guard(
             until(self._is_listening, what="it listens", timeout_s=START_LIMIT_S)
         )
-        self.start_worker("worker", WORKER)
 
     def start_worker(self, name: str, token: str) -> ManagedProcess:
         path = self.pki.path / f"{name}.token"
@@ -106,13 +112,13 @@ class Stack:
         return found is not None
 
 
+def new_group(log_dir: Path) -> ProcessGroup:
+    return ProcessGroup(log_dir=log_dir, cwd=ROOT, env=child_environment(ROOT, os.environ))
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Stack]:
-    group = ProcessGroup(
-        log_dir=tmp_path_factory.mktemp("logs"),
-        cwd=ROOT,
-        env=child_environment(ROOT, os.environ),
-    )
+    group = new_group(tmp_path_factory.mktemp("logs"))
     async with group:
         stack = Stack(group, tmp_path_factory.mktemp("pki"), model_dir)
         await stack.start()
@@ -194,3 +200,53 @@ async def test_sighup_reads_tokens_again(stack: Stack) -> None:
         stack.tokens.write_text(f"alice {ALICE}\nalice {NEW}\n")
         os.kill(stack.control.pid, signal.SIGHUP)
         await until(lambda: "tokens=2" in stack.control.log_tail(), what="they are read")
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="makes its certificates with openssl")
+async def test_everything_is_renewed_under_a_worker_that_runs_on(
+    model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("renewed-pki")
+    make_openssl_pki(path)
+    async with new_group(tmp_path_factory.mktemp("renewal-logs")) as group:
+        stack = Stack(group, path, model_dir)
+        make_openssl_pki(path)  # instead of those that every stack has
+        await stack.start_control()
+        worker = stack.start_worker("worker", WORKER)
+
+        async def answers() -> bool:
+            async with AsyncClient(
+                stack.public.replace("127.0.0.1", "localhost"),
+                tls=stack.pki.client(),
+                token=ALICE,
+                timeout_s=60.0,
+            ) as client:
+                completion = await client.complete("x", max_tokens=2)
+            return completion.usage.completion_tokens > 0
+
+        assert await answers()
+        old_ca = stack.pki.ca.read_bytes()
+        # Another CA, other certificates of both sides, another token of the worker.
+        make_openssl_pki(path)
+        assert stack.pki.ca.read_bytes() != old_ca
+        (path / "worker-tokens").write_text(f"{NEW}\n")
+        (path / "worker.token").write_text(f"{NEW}\n")
+        for process in (stack.control, worker):
+            os.kill(process.pid, signal.SIGHUP)
+        await until(
+            lambda: stack.control.log_tail().count("certificates read again") == 2,
+            what="both ports have read",
+        )
+        assert await answers()
+        # The stream that stood is still there; whoever dials now needs the new ones.
+        assert worker.log_tail().count("attached: worker=") == 1
+        port = int(stack.workers.rpartition(":")[2])
+        stack.control.is_expected_to_end = True
+        stack.control.kill()
+        await stack.control.wait()
+        await stack.start_control(worker_port=port)
+        assert await answers()
+        assert worker.is_running
+        log = worker.log_tail() + stack.control.log_tail()
+        assert NEW not in log
+        assert WORKER not in log

@@ -219,7 +219,7 @@ async def test_tokens_are_read_again(guarded: Api, tokens_file: Path) -> None:
     async with two_clients(guarded) as (alice, bob):
         await bob.models()
         await asyncio.to_thread(tokens_file.write_text, f"alice {ALICE}\n")
-        guarded.control_plane.reread_tokens()
+        await guarded.control_plane.reread_secrets()
         await alice.models()
         with pytest.raises(UnauthenticatedError):
             await bob.models()

@@ -61,3 +61,35 @@ async def test_a_signal_while_the_model_loads_ends_the_process(
             os.close(writer)
     assert process.returncode == exit_code
     assert "Traceback" not in errors.decode()
+
+
+@pytest.mark.parametrize("plane", ["control_plane", "data_plane"])
+async def test_sighup_while_the_model_loads_is_for_files_that_are_read_later_anyway(
+    plane: str, tmp_path: Path
+) -> None:
+    config, token = tmp_path / "config.json", tmp_path / "token"
+    os.mkfifo(config)
+    token.write_text("worker-0123456789abcdef\n")
+    flag = {"control_plane": "--worker-token-file", "data_plane": "--token-file"}[plane]
+    writers: list[int] = []
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", plane, "--model", str(tmp_path), flag, str(token)),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        await until(
+            lambda: open_for(config, writers), what="it has come to its model", timeout_s=60.0
+        )
+        process.send_signal(signal.SIGHUP)
+        # It reads on, and fails for another reason.
+        writer = writers.pop()
+        os.write(writer, b"no JSON")
+        os.close(writer)
+        _, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 2
+    assert "config.json" in errors.decode()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tls_helpers import Pki, make_pki
 
+from protos import tls_files
 from protos.tls_files import TlsFiles, TlsFlags
 
 if TYPE_CHECKING:
@@ -74,3 +75,25 @@ def test_a_key_with_a_password_is_told_instead_of_asked_for(pki: Pki, tmp_path: 
     key = tmp_path / "key"
     key.write_text("-----BEGIN ENCRYPTED PRIVATE KEY-----\n")
     assert "protected by a password" in refusal(cert=pki.path / "server.pem", key=key)
+
+
+def test_a_bundle_may_name_authorities_in_any_language(pki: Pki, tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle.pem"
+    bundle.write_bytes("# Főtanúsítvány\n".encode() + pki.ca.read_bytes())
+    assert TlsFiles(ca=bundle, flags=FLAGS).read().ca == bundle.read_bytes()
+
+
+def test_a_key_that_is_replaced_between_check_and_use_is_told(
+    pki: Pki, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "cert.key"
+    cert.write_bytes((pki.path / "server.pem").read_bytes())
+    key.write_bytes((pki.path / "server.key").read_bytes())
+    check = tls_files._check_pair
+
+    def replaced_meanwhile(*args: Any) -> None:
+        check(*args)
+        key.write_bytes((pki.path / "client.key").read_bytes())
+
+    monkeypatch.setattr(tls_files, "_check_pair", replaced_meanwhile)
+    assert "is just being replaced" in refusal(cert=cert, key=key)

@@ -16,6 +16,7 @@ from pagewire_client.options import (
     call_metadata,
     channel_credentials,
     channel_options,
+    check_server,
 )
 from pagewire_client.requests import (
     GenerateOptions,
@@ -143,8 +144,9 @@ class AsyncClient:
                 connection can read it.
 
         Raises:
-            ValueError: A file of `tls` or the token is not what it should be.
+            ValueError: The address, a file of `tls` or the token is not what it should be.
         """
+        check_server(server, has_tls=tls is not None)
         self.server = server
         self._resume = resume
         # An address at which nobody ever answered is a mistake, not an outage.

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 _STATUS_TIMEOUT_S = 10.0
 
+# What a model writes must not steer somebody's terminal.
+_CONTROLS = dict.fromkeys(
+    (code for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"), "\ufffd"
+)
+
 _EPILOG = """\
 examples:
   pagewire generate "The capital of France is" --max-tokens 16
@@ -98,8 +103,18 @@ def _build_parser() -> argparse.ArgumentParser:
 
     sampling = argparse.ArgumentParser(add_help=False)
     sampling.add_argument("--model", metavar="NAME", help="which model, if several are served")
-    sampling.add_argument("--max-tokens", type=int, metavar="N", help="end after N tokens")
-    sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    sampling.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="end after N tokens (default: at the model's own end, or where no more fit)",
+    )
+    sampling.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="0 always takes the most probable token (default: 1)",
+    )
     sampling.add_argument("--top-p", type=float, metavar="P", help="nucleus, in (0, 1]")
     sampling.add_argument("--top-k", type=int, metavar="K", help="the K most probable tokens")
     sampling.add_argument("--seed", type=int, metavar="N", help="same seed, same tokens")
@@ -219,6 +234,8 @@ def _print_stream(generation: Generation) -> None:
         # What cannot be shown here must not end an answer.
         encoding = sys.stdout.encoding or "utf-8"
         text = chunk.text.encode(encoding, "replace").decode(encoding)
+        if sys.stdout.isatty():
+            text = text.translate(_CONTROLS)
         print(text, end="", flush=True)
         if text:
             ends_line = text.endswith("\n")

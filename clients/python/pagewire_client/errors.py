@@ -18,10 +18,14 @@ Owns: the mapping from statuses. Does not know: calls.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
+
+from protos.connection_hints import connection_hint, is_other_service
 
 _DETAILS_KEY = "grpc-status-details-bin"
 
@@ -113,13 +117,6 @@ _BY_CODE: dict[grpc.StatusCode, type[PagewireError]] = {
 }
 # What grpc says of a call that was cancelled on this side; no server of ours ever says CANCELLED.
 _LOCALLY_CANCELLED = "Locally cancelled by application!"
-# What grpc says of connections that cannot be, and what to do about it.
-_BAD_CONNECTIONS = (
-    ("WRONG_VERSION_NUMBER", "It does not speak TLS there: leave the TLS options out."),
-    ("CERTIFICATE_VERIFY_FAILED", "Its certificate descends from none that was given as CA."),
-    ("Hostname Verification", "Its certificate is for another host: name it as that does."),
-    ("Socket closed", "It may speak TLS, want a certificate of the client, or be closing."),
-)
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -149,15 +146,14 @@ def from_rpc_error(error: grpc.RpcError, *, server: str) -> PagewireError:
     call: Any = error
     for key, value in call.trailing_metadata() or ():
         if key == _DETAILS_KEY:
-            return from_status(status_pb2.Status.FromString(value))
+            # What is none comes from something in between, and counts for nothing.
+            with contextlib.suppress(DecodeError):
+                return from_status(status_pb2.Status.FromString(value))
     code: grpc.StatusCode = call.code()
     details = str(call.details() or "")
     if code is grpc.StatusCode.UNAVAILABLE:
-        for sign, remedy in _BAD_CONNECTIONS:
-            if sign in details:
-                return UnavailableError(
-                    f"No connection to {server}. {remedy} ({details})", code=code
-                )
+        if (hint := connection_hint(details)) is not None:
+            return UnavailableError(f"No connection to {server}. {hint} ({details})", code=code)
         return UnavailableError(
             f"Nothing answers at {server} ({details}). Start a control plane there, or name "
             "another server.",
@@ -167,6 +163,12 @@ def from_rpc_error(error: grpc.RpcError, *, server: str) -> PagewireError:
         return UnavailableError(
             f"{server} ended the call without a reason, as a server does with what arrives while "
             "it closes. Try again, or resume.",
+            code=code,
+        )
+    if code is grpc.StatusCode.UNIMPLEMENTED and is_other_service(details):
+        return UnsupportedFeatureError(
+            f"{server} speaks gRPC, but not the public API. A control plane's worker port does so: "
+            "call its public port, 50051 by default.",
             code=code,
         )
     error_class = _BY_CODE.get(code, PagewireError)

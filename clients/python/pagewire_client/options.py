@@ -52,6 +52,25 @@ def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {token}"),)
 
 
+def check_server(server: str, *, has_tls: bool) -> None:
+    """Refuse addresses that grpc takes for a name or sends to a port that nobody meant.
+
+    Raises:
+        ValueError: It is a URL, or plain text without a port.
+    """
+    scheme, separator, rest = server.partition("://")
+    if separator and scheme.lower() in ("http", "https", "grpc", "grpcs"):
+        tls = " and the TLS options" if scheme.lower().endswith("s") and not has_tls else ""
+        raise ValueError(
+            f"the server is named as HOST:PORT, not as a URL: give {rest.rstrip('/')}{tls} instead "
+            f"of {server}"
+        )
+    if not server or (not has_tls and ":" not in server):
+        raise ValueError(
+            f"the server is named as HOST:PORT, got {server!r}: the public port is 50051 by default"
+        )
+
+
 def channel_options(server: str) -> tuple[tuple[str, int], ...]:
     """Give the options of a connection to `server`, a host:port."""
     if server.startswith(_LOOPBACK):

@@ -118,3 +118,8 @@ def test_tokens_are_not_kept(path: Path) -> None:
     kept = repr(vars(tokens)) + repr(vars(tokens._tokens))
     assert ALICE not in kept
     assert BOB not in kept
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(path: Path) -> None:
+    path.write_bytes(b"\xef\xbb\xbf" + f"alice {ALICE}\n".encode())
+    assert ClientTokens(path).check(bearer(ALICE)) == "alice"
