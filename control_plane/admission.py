@@ -57,6 +57,10 @@ class Admission:
         """Who waits, in order."""
         return list(self._queue)
 
+    def count_ahead(self, request: Request) -> int:
+        """Requests that a new one would wait for."""
+        return self._queue.count_ahead(request)
+
     def push(self, request: Request) -> None:
         """Let a request wait, or wait again, in its place."""
         has_started = any(s.num_admissions for s in request.live_sequences)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from typing import TYPE_CHECKING, NoReturn
 
-from control_plane import router
+from control_plane import overload, router
 from control_plane.errors import (
     AbortedError,
     InvariantError,
-    OverloadedError,
     RequestTooLongError,
 )
 from control_plane.failure import Failure
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RETRY_AFTER_S = 1.0
 # Lateness of this process that is not the workers' fault.
 _STALL_S = 0.5
 
@@ -157,6 +156,7 @@ class Cluster:
         request: Request,
         *,
         timeout_s: float | None = None,
+        is_patient: bool = False,
         model: ServedModel | None = None,
     ) -> TokenStream:
         """Take a request; its tokens come back through the stream.
@@ -165,11 +165,12 @@ class Cluster:
             request: Its `req_id` is unique among live requests (the edge sees to that).
             timeout_s: Until the client's deadline. Bounds only the wait for a replica; the edge
                 aborts what runs past it.
+            is_patient: Would rather wait than be refused, up to its deadline.
             model: One of those served; None where there is only one.
 
         Raises:
             RequestTooLongError: It fits no ready replica; names the longest that does.
-            OverloadedError: The queue is full.
+            OverloadedError: The queue is full, or it would wait for too long.
             ShuttingDownError: A drain has begun.
         """
         if self._draining:
@@ -187,7 +188,9 @@ class Cluster:
                 stream.finish(sequence, FinishReason.LENGTH)
         if request.is_finished:
             return stream
-        self._check_queue(request)
+        # Who resumes has waited for a row before.
+        is_patient |= any(sequence.output_token_ids for sequence in request.sequences)
+        self._check_queue(request, model, timeout_s=timeout_s, is_patient=is_patient)
         now = self.clock()
         deadline = None if timeout_s is None else now + timeout_s
         live = Live(request, stream, model, since=now, deadline=deadline)
@@ -273,8 +276,8 @@ class Cluster:
     # Stats.
 
     def num_ready(self, model: str) -> int:
-        """Replicas of the model that take work now."""
-        return len(self.fleet.ready(self.models[model]))
+        """Replicas of the model that take work now and make progress with what they have."""
+        return sum(not engine.is_stuck for engine in self.fleet.ready(self.models[model]))
 
     def longest_fit(self, model: ServedModel, num_sequences: int) -> int:
         """The most tokens, prompt and output, that so many sequences can have on a ready replica.
@@ -370,22 +373,26 @@ class Cluster:
             limit=limit,
         )
 
-    def _check_queue(self, request: Request) -> None:
-        num_requests, num_tokens = len(self._waiting), self._waiting.num_tokens
-        for engine in self.fleet:
-            num_requests += engine.core.num_waiting
-            num_tokens += engine.queued_tokens
-        config = self.config
-        if num_requests >= config.max_queued_requests:
-            what, queued, limit = "requests", num_requests, config.max_queued_requests
-        elif num_tokens and num_tokens + request.num_prompt_tokens > config.max_queued_tokens:
-            what, queued, limit = "prompt tokens", num_tokens, config.max_queued_tokens
-        else:
-            return
-        raise OverloadedError(
-            f"The queue holds {queued} {what}; the limit is {limit}. Try again later.",
-            retry_after_s=_RETRY_AFTER_S,
-            queued=queued,
-            limit=limit,
-            unit=what,
+    def _check_queue(
+        self,
+        request: Request,
+        model: ServedModel,
+        *,
+        timeout_s: float | None,
+        is_patient: bool,
+    ) -> None:
+        """Refuse what would overload this control plane, or wait for too long."""
+        waiting, config = self._waiting, self.config
+        overload.check_size(
+            request,
+            self.fleet,
+            num_unplaced=(len(waiting), waiting.num_tokens),
+            limits=config,
         )
+        limit_s = math.inf if is_patient else config.max_queue_wait_s
+        if timeout_s is not None:
+            limit_s = min(limit_s, timeout_s)
+        if limit_s < math.inf:
+            ready = self.fleet.ready(model)
+            router.resolve_length(request, ready)
+            overload.check_wait(request, router.fitting(request, ready), limit_s=limit_s)

@@ -23,6 +23,8 @@ class ClusterConfig(EngineConfig):
         replica_wait_s: How long a request waits for a replica before it fails as unavailable.
         max_queued_requests: Requests without a row, over all replicas, before new ones are refused.
         max_queued_tokens: Prompt tokens of those requests, likewise.
+        max_queue_wait_s: A new request that would wait longer for a row, by how fast others got
+            theirs, is refused.
         term_gather_s: How long after the start Hellos are awaited before the term is settled.
     """
 
@@ -37,12 +39,13 @@ class ClusterConfig(EngineConfig):
     replica_wait_s: float = 30.0
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_000_000
+    max_queue_wait_s: float = 60.0
     term_gather_s: float = 0.5
 
     def __post_init__(self) -> None:
         # Not super(): a class with slots is built anew, and its cell names the one before.
         EngineConfig.__post_init__(self)
-        for name in ("replica_wait_s", "term_gather_s", "max_bypass"):
+        for name in ("replica_wait_s", "max_queue_wait_s", "term_gather_s", "max_bypass"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in (

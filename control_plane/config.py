@@ -58,10 +58,11 @@ class ControlPlaneConfig:
 
     Attributes:
         models: At least one.
-        host: Address that all three ports bind to.
+        host: Address that the ports bind to.
         port: Public API; 0 takes a free one.
         worker_port: Control stream; 0 takes a free one.
         metrics_port: Prometheus over HTTP; 0 takes a free one.
+        metrics_host: Address of that port; None: `host`.
         redis_url: redis://, rediss:// or memory://.
         cluster: Engine side.
         security: Certificates and tokens.
@@ -77,6 +78,7 @@ class ControlPlaneConfig:
     port: int = 50051
     worker_port: int = 50052
     metrics_port: int = 9464
+    metrics_host: str | None = None
     redis_url: str = "memory://"
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
@@ -108,6 +110,7 @@ def parse_args(argv: list[str] | None = None) -> ControlPlaneConfig:
             port=args.port,
             worker_port=args.worker_port,
             metrics_port=args.metrics_port,
+            metrics_host=args.metrics_host,
             redis_url=args.redis_url,
             security=read_security_flags(args),
             recording=read_recording_flags(args.record, args.record_max_mb),
@@ -122,10 +125,12 @@ def parse_args(argv: list[str] | None = None) -> ControlPlaneConfig:
                 prefix_caching=not args.no_prefix_caching,
                 lease_s=args.lease_s,
                 step_timeout_s=args.step_timeout_s,
+                readiness_s=args.readiness_s,
                 replica_wait_s=args.replica_wait_s,
                 adoption_wait_s=args.adoption_wait_s,
                 max_queued_requests=args.max_queued_requests,
                 max_queued_tokens=args.max_queued_tokens,
+                max_queue_wait_s=args.max_queue_wait_s,
             ),
             grace_s=args.grace_s,
             log_level=args.log_level,
@@ -189,7 +194,7 @@ def _build_parser() -> argparse.ArgumentParser:
     for flag, default, what in (
         ("--port", 50051, "public gRPC API"),
         ("--worker-port", 50052, "control stream that workers dial; keep it inside your network"),
-        ("--metrics-port", 9464, "Prometheus metrics over HTTP"),
+        ("--metrics-port", 9464, "Prometheus metrics and /healthz, over HTTP, for everybody"),
     ):
         network.add_argument(
             flag,
@@ -198,6 +203,12 @@ def _build_parser() -> argparse.ArgumentParser:
             metavar="PORT",
             help=f"{what}; 0 takes a free port and prints it (default: %(default)s)",
         )
+
+    network.add_argument(
+        "--metrics-host",
+        metavar="HOST",
+        help="address that the metrics port binds to (default: --host)",
+    )
 
     add_security_flags(parser)
 
@@ -264,6 +275,18 @@ def _build_parser() -> argparse.ArgumentParser:
     for flag, default, what in (
         ("--lease-s", cluster.lease_s, "silence after which a worker counts as gone"),
         ("--step-timeout-s", cluster.step_timeout_s, "longest time of one step of a worker"),
+        (
+            "--readiness-s",
+            cluster.readiness_s,
+            "a worker whose step takes longer is not ready: it gets new requests only where there "
+            "is no other, and health checks of the model do not count it",
+        ),
+        (
+            "--max-queue-wait-s",
+            cluster.max_queue_wait_s,
+            "a request that would probably wait longer for its turn is refused at once with "
+            "RESOURCE_EXHAUSTED; those of a batch wait",
+        ),
         ("--replica-wait-s", cluster.replica_wait_s, "how long a request waits for a worker"),
         (
             "--adoption-wait-s",

@@ -14,6 +14,7 @@ from google.protobuf import duration_pb2
 
 from control_plane.engine_core import EngineCore
 from control_plane.errors import ProtocolError
+from control_plane.queue_wait import QueueWait
 from control_plane.stats import ReplicaSnapshot, WorkerSnapshot
 from control_plane.wake_timer import WakeTimer
 from protos.pagewire.v1 import worker_pb2
@@ -74,6 +75,10 @@ class EngineOwner(Protocol):
         """The engine's worker has to go; see `Cluster.lose`."""
         ...
 
+    def doubts(self, engine: Engine) -> bool:
+        """Whether the replica was in trouble too often lately."""
+        ...
+
     def step_failed(self, engine: Engine) -> None:
         """A step failed, and everything the engine holds waits again; it may do so elsewhere."""
         ...
@@ -120,6 +125,7 @@ class Engine:
         self._drain_ends_at = float("inf")
         self._last_sent_s = 0.0
         self._num_stalls = 0
+        self._queue_wait = QueueWait()
         self._caches_prefixes = scheduler.kv_cache_manager.config.enable_prefix_caching
         self._recovery: asyncio.Task[None] | None = None
 
@@ -241,7 +247,7 @@ class Engine:
             except ProtocolError as error:
                 self._owner.lose(self, error, lost=True)
                 return
-            self.core.order_steps(now)
+            self._order_steps(now)
             if self.core.draining and (self.core.is_idle or now >= self._drain_ends_at):
                 self._owner.lose(self, None, lost=False)
                 return
@@ -257,12 +263,39 @@ class Engine:
             self._timer.arm(min(times) - now)
             await self._wake.wait()
 
+    def _order_steps(self, now: float) -> None:
+        core = self.core
+        num_started = core.counters.sequences_started
+        core.order_steps(now)
+        num_started = core.counters.sequences_started - num_started
+        self._queue_wait.observe(num_started, core.num_waiting, now)
+
     # Requests.
 
     @property
     def is_ready(self) -> bool:
         """Takes new sequences now."""
         return self._stream is not None and not self.core.draining
+
+    @property
+    def is_stuck(self) -> bool:
+        """A step takes suspiciously long."""
+        return self.core.is_stuck(self._clock())
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Takes new sequences only where there is no other replica."""
+        return self.is_stuck or self._owner.doubts(self)
+
+    @property
+    def num_waiting(self) -> int:
+        return self.core.num_waiting
+
+    def expected_wait_s(self, request: Request) -> float:
+        """Seconds until the request would get a row here, if it came now."""
+        if not self.core.num_waiting:
+            return 0.0
+        return self._queue_wait.expected_s(self.core.count_ahead(request), self._clock())
 
     @property
     def queued_tokens(self) -> int:
@@ -359,7 +392,7 @@ class Engine:
             prompt_tokens_sent=counters.prompt_tokens_sent,
             adopted_blocks=counters.adopted_blocks,
             refused_entries=counters.refused_entries,
-            ready=self.is_ready,
+            ready=self.is_ready and not self.is_stuck,
         )
 
     def _worker_snapshots(self) -> tuple[WorkerSnapshot, ...]:

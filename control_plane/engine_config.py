@@ -20,6 +20,8 @@ class EngineConfig:
         lease_s: Silence after which a worker counts as gone.
         step_timeout_s: A step unconfirmed for this long loses the worker even if it heartbeats;
             counts from when the worker could begin it.
+        readiness_s: A replica whose oldest step is unconfirmed for this long is not ready: it gets
+            new requests only where there is no other.
         adoption_wait_s: How long a worker that served before waits for its first plan until the
             prefix index is loaded and checked; what comes later may still be taken over.
         audit_interval_s: Least time between two audits, block by block, of an idle replica's pool;
@@ -29,13 +31,14 @@ class EngineConfig:
     lookahead: int = 2
     lease_s: float = 10.0
     step_timeout_s: float = 120.0
+    readiness_s: float = 20.0
     adoption_wait_s: float = 1.0
     audit_interval_s: float = 60.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.lookahead <= MAX_LOOKAHEAD:
             raise ValueError(f"lookahead must be in [0, {MAX_LOOKAHEAD}], got {self.lookahead}")
-        for name in ("lease_s", "step_timeout_s"):
+        for name in ("lease_s", "step_timeout_s", "readiness_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for name in ("adoption_wait_s", "audit_interval_s"):
@@ -53,6 +56,7 @@ class EngineCounters:
         wasted_rows: Rows of confirmed steps whose sequence had ended before.
     """
 
+    sequences_started: int = 0
     plans_sent: int = 0
     plan_bytes: int = 0
     prompt_tokens_sent: int = 0

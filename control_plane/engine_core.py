@@ -279,6 +279,15 @@ class EngineCore:
         """Plans sent and not confirmed."""
         return len(self._window)
 
+    def is_stuck(self, now: float) -> bool:
+        """Whether a step takes suspiciously long: the worker has proven none lately."""
+        since = self._window.since
+        return since is not None and now - since >= self.config.readiness_s
+
+    def count_ahead(self, request: Request) -> int:
+        """Requests that would get a row before this one, if it came now."""
+        return self.scheduler.count_ahead(request)
+
     @property
     def is_idle(self) -> bool:
         """Nothing to compute and nothing awaited."""
@@ -379,6 +388,7 @@ class EngineCore:
         message = worker_pb2.ControlMessage(plan=encode_plan(step))
         self.sent_version = int(step.version)
         self._window.sent(self.sent_version, now)
+        self.counters.sequences_started += len(step.added)
         self.counters.plans_sent += 1
         self.counters.plan_bytes += message.ByteSize()
         self.counters.prompt_tokens_sent += count_prompt_tokens(step)

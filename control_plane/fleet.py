@@ -21,6 +21,7 @@ from control_plane.replica import (
     match_model,
 )
 from control_plane.term import Term
+from control_plane.trust import Trust
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -46,6 +47,7 @@ _KEEP_LOST_S = 300.0
 _LONG_STALL_S = 3.0
 # How long after a stall the streams that it cost are seen to have ended, or a third of the lease.
 _AFTER_STALL_S = 1.0
+_SUPERSEDED = "SUPERSEDED"
 # Superseded processes that are remembered, oldest forgotten first.
 _MAX_SUPERSEDED = 1024
 
@@ -105,6 +107,7 @@ class Fleet:
         self._tasks: set[asyncio.Task[None]] = set()
         self._superseded: dict[tuple[str, bytes], None] = {}
         self._is_open = True
+        self._trust = Trust()
         self.term = Term(config.shard, store, gather_s=config.term_gather_s)
         self.num_lost = 0
 
@@ -312,6 +315,8 @@ class Fleet:
         with self._failure.guard():
             requests = engine.detach(error, lost=lost)
         self.num_lost += lost
+        if lost and (error is None or error.reason != _SUPERSEDED):
+            self._note_trouble(engine)
         logger.log(
             logging.WARNING if lost else logging.INFO,
             "worker gone: worker=%s replica=%s requests=%d cause=%s",
@@ -343,8 +348,20 @@ class Fleet:
         """Pass a failure on."""
         self._requests.fail(request, error)
 
+    def doubts(self, engine: Engine) -> bool:
+        """Whether the replica was in trouble too often lately."""
+        return self._trust.is_doubted(engine.replica_id, self._clock())
+
+    def _note_trouble(self, engine: Engine) -> None:
+        doubt_s = self._trust.note(engine.replica_id, self._clock())
+        if doubt_s:
+            logger.warning(
+                "others get work first: replica=%s seconds=%g", engine.replica_id, doubt_s
+            )
+
     def step_failed(self, engine: Engine) -> None:
         """A step failed: a sick worker must not use up the retries of what it was given."""
+        self._note_trouble(engine)
         with self._failure.guard():
             requests = engine.core.withdraw_waiting()
         for request in requests:
@@ -372,7 +389,7 @@ class Fleet:
 
 def _superseded(facts: WorkerFacts, by: str) -> ProtocolError:
     return ProtocolError(
-        "SUPERSEDED",
+        _SUPERSEDED,
         f"Worker {facts.worker_id} attached again from {by}; the newest process wins.",
         code=Code.ABORTED,
         worker_id=facts.worker_id,

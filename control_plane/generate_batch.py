@@ -131,7 +131,11 @@ class BatchCall:
         self, message: inference_pb2.GenerateRequest
     ) -> inference_pb2.GenerateResponse:
         async with self._generations.admit(
-            message, timeout_s=self._context.time_remaining(), principal=self._principal()
+            message,
+            timeout_s=self._context.time_remaining(),
+            # Batches are for throughput, and their window bounds what they queue.
+            is_patient=True,
+            principal=self._principal(),
         ) as generation:
             response = inference_pb2.GenerateResponse(
                 request_id=generation.request_id, seed=generation.seed

@@ -86,6 +86,7 @@ class GenerationService:
         message: inference_pb2.GenerateRequest,
         *,
         timeout_s: float | None = None,
+        is_patient: bool = False,
         principal: str = "",
     ) -> AsyncGenerator[Generation]:
         """Run a request for as long as the context is open; leaving it frees whatever it holds.
@@ -93,6 +94,7 @@ class GenerationService:
         Args:
             message: From the client.
             timeout_s: What is left until the client's deadline.
+            is_patient: Would rather wait in the queue than be refused.
             principal: Whose it is; ids are unique within a principal.
 
         Raises:
@@ -116,7 +118,10 @@ class GenerationService:
                 if not request.is_finished:
                     left_s = None if timeout_s is None else timeout_s + started - self._clock()
                     stream = self._cluster.submit(
-                        request, timeout_s=left_s, model=built.model.served
+                        request,
+                        timeout_s=left_s,
+                        is_patient=is_patient,
+                        model=built.model.served,
                     )
                 generation = Generation(
                     built,

@@ -106,6 +106,10 @@ class ReplicaState:
             return len(hits) * self.kv_cache_manager.block_size
         return 0
 
+    def count_ahead(self, request: Request) -> int:
+        """Requests that would get a row before this one, if it came now."""
+        return self._waiting.count_ahead(request) + len(self._draining)
+
     def requests_in_flight(self) -> list[Request]:
         """Live requests for which an unconfirmed step computes something, oldest first."""
         found = {

@@ -20,6 +20,11 @@ class Candidate(Protocol):
     def replica_id(self) -> str: ...
 
     @property
+    def is_doubtful(self) -> bool:
+        """Whether it shows signs of being sick, so that others should get the work first."""
+        ...
+
+    @property
     def queued_tokens(self) -> int:
         """Tokens to compute before a new request's turn: those of requests without any output."""
         ...
@@ -46,25 +51,31 @@ def choose(request: Request, candidates: Iterable[C]) -> C | None:
 
     cost = uncached tokens of the request + queued tokens; equal costs go to the less loaded, then
     to the first by id, so that the choice is the same in every run. Where its last step failed a
-    request goes back to only if it fits nowhere else.
+    request goes back to only if it fits nowhere else; the same holds for replicas in doubt.
 
     Returns:
         None if it fits nowhere.
     """
-    live = request.live_sequences
-    fitting = [c for c in candidates if c.fits(request.max_total_tokens, len(live))]
-    if len(fitting) <= 1:
-        return fitting[0] if fitting else None
-    num_tokens = sum(sequence.num_tokens for sequence in live)
+    able = fitting(request, candidates)
+    if len(able) <= 1:
+        return able[0] if able else None
+    num_tokens = sum(sequence.num_tokens for sequence in request.live_sequences)
     return min(
-        fitting,
+        able,
         key=lambda c: (
             c.replica_id == request.avoid,
+            c.is_doubtful,
             num_tokens - c.num_hit_tokens(request) + c.queued_tokens,
             c.num_live,
             c.replica_id,
         ),
     )
+
+
+def fitting(request: Request, candidates: Iterable[C]) -> list[C]:
+    """The replicas that could ever run the request."""
+    num_sequences = len(request.live_sequences)
+    return [c for c in candidates if c.fits(request.max_total_tokens, num_sequences)]
 
 
 def resolve_length(request: Request, candidates: Iterable[Candidate]) -> None:

@@ -79,6 +79,29 @@ class WaitingQueue:
             if found is not None:
                 yield from found
 
+    def count_ahead(self, request: Request) -> int:
+        """Requests before a new one: its tenant waits for its own, the others take turns with it.
+
+        Args:
+            request: Not in the queue.
+        """
+        num_ahead = 0
+        for priority in reversed(self._priorities):
+            entry = self._classes[priority]
+            if priority > request.priority:
+                num_ahead += len(entry.started) + sum(map(len, entry.tenants.values()))
+            elif priority == request.priority:
+                own = len(entry.tenants.get(request.tenant, ()))
+                num_ahead += len(entry.started) + own
+                num_ahead += sum(
+                    min(len(requests), own + 1)
+                    for tenant, requests in entry.tenants.items()
+                    if tenant != request.tenant
+                )
+            else:
+                break
+        return num_ahead
+
     def push(self, request: Request, *, has_started: bool) -> None:
         """Let a request wait; `has_started` if it had a row before."""
         if request in self._has_started:

@@ -13,6 +13,7 @@ class Replica:
     replica_id: str
     queued_tokens: int = 0
     num_live: int = 0
+    is_doubtful: bool = False
     longest: int = 1000
     hits: dict[str, int] = field(default_factory=dict)
 
@@ -50,6 +51,13 @@ def test_queued_work_outweighs_a_smaller_prefix() -> None:
 def test_equal_costs_go_to_the_less_loaded_then_to_the_first_by_id() -> None:
     assert chosen(Replica("a", num_live=3), Replica("b", num_live=2)) == "b"
     assert chosen(Replica("b"), Replica("a")) == "a"
+
+
+def test_a_doubtful_replica_gets_what_no_other_can_take() -> None:
+    sick = Replica("a", hits={"q": 96}, is_doubtful=True)
+    assert chosen(sick, Replica("b", queued_tokens=5000)) == "b"
+    assert chosen(sick, Replica("b", longest=10)) == "a"
+    assert chosen(sick, Replica("b", is_doubtful=True)) == "a"
 
 
 def test_only_replicas_where_it_fits_are_candidates() -> None:

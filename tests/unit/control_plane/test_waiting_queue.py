@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from control_plane.errors import InvariantError
@@ -90,3 +92,24 @@ def test_removed_requests_leave_no_trace():
     queue.push(requests[0], has_started=False)
     with pytest.raises(InvariantError, match="waits already"):
         queue.push(requests[0], has_started=False)
+
+
+def test_a_new_request_knows_how_many_come_before_it():
+    rng = random.Random(0)
+    for _ in range(200):
+        queue = WaitingQueue()
+        for arrival in range(rng.randrange(20)):
+            request = new_request(arrival, rng.choice("abcd"), rng.randrange(3))
+            queue.push(request, has_started=rng.random() < 0.2)
+        newcomer = new_request(100, rng.choice("abcde"), rng.randrange(3))
+        expected = queue.count_ahead(newcomer)
+        queue.push(newcomer, has_started=False)
+        # Who is next to take a turn among tenants is not looked at.
+        assert 0 <= expected - list(queue).index(newcomer) <= 3
+
+
+def test_a_tenant_with_a_long_queue_does_not_make_others_wait_for_it():
+    queue = queue_of(*(new_request(i, "busy") for i in range(50)))
+    assert queue.count_ahead(new_request(60, "busy")) == 50
+    assert queue.count_ahead(new_request(60, "other")) == 1
+    assert queue.count_ahead(new_request(60, "other", priority=1)) == 0
