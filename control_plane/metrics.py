@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "pagewire_"
 _SCRAPE_TIMEOUT_S = 5.0
+_HEALTH_TIMEOUT_S = 4.0
 _IDLE_TIMEOUT_S = 10.0
 _MAX_CONNECTIONS = 32
 _TOKEN_BUCKETS = (
@@ -306,6 +307,22 @@ class _LoopCollector(Collector):
         return list(self._metrics.families(self._stats()))
 
 
+def _ask(loop: asyncio.AbstractEventLoop, serves: Callable[[], bool]) -> bool:
+    """What `serves` says on the loop; a loop that does not come to it serves nobody."""
+
+    async def ask() -> bool:
+        return serves()
+
+    if loop.is_closed():
+        return False
+    future = asyncio.run_coroutine_threadsafe(ask(), loop)
+    try:
+        return future.result(timeout=_HEALTH_TIMEOUT_S)
+    except TimeoutError:
+        future.cancel()
+        return False
+
+
 class _ScrapeServer(ThreadingHTTPServer):
     """A thread per connection, of which there are only so many; nobody may keep one idle."""
 
@@ -333,27 +350,51 @@ class _ScrapeServer(ThreadingHTTPServer):
 
 
 class MetricsServer:
-    """The HTTP port that Prometheus scrapes. Serves nothing else."""
+    """The HTTP port that Prometheus scrapes, and that says whether the process serves.
+
+    Health is here too because who asks for it, such as a container engine on the same machine, has
+    neither a certificate nor a host name that the public port's certificate is for.
+    """
 
     def __init__(
-        self, metrics: Metrics, stats: Callable[[], ClusterSnapshot], *, host: str, port: int
+        self,
+        metrics: Metrics,
+        stats: Callable[[], ClusterSnapshot],
+        *,
+        host: str,
+        port: int,
+        serves: Callable[[], bool] = lambda: True,
     ) -> None:
         """Listen at once; call on the running loop.
+
+        Args:
+            metrics: What is counted here.
+            stats: What the cluster says of itself; called on the loop.
+            host: Address to bind.
+            port: 0 takes a free one.
+            serves: What /healthz answers; called on the loop.
 
         Raises:
             OSError: The port is taken, or the host is none.
         """
         registry = CollectorRegistry()
-        registry.register(_LoopCollector(asyncio.get_running_loop(), metrics, stats))
+        loop = asyncio.get_running_loop()
+        registry.register(_LoopCollector(loop, metrics, stats))
 
         class Handler(MetricsHandler):
             timeout = _IDLE_TIMEOUT_S
 
             def do_GET(self) -> None:  # noqa: N802 - the base class's name
-                if self.path.partition("?")[0] == "/metrics":
+                path = self.path.partition("?")[0]
+                if path == "/metrics":
                     super().do_GET()
+                elif path == "/healthz":
+                    is_well = _ask(loop, serves)
+                    self.send_response(200 if is_well else 503)
+                    self.end_headers()
+                    self.wfile.write(b"serving\n" if is_well else b"not serving\n")
                 else:
-                    self.send_error(404, "Only /metrics is here")
+                    self.send_error(404, "Only /metrics and /healthz are here")
 
         Handler.registry = registry
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -130,12 +130,17 @@ class ControlPlane:
             "--worker-port",
             self._security.worker_credentials,
         )
+        metrics_host = config.metrics_host or config.host
         try:
             self._metrics_server = MetricsServer(
-                self.metrics, self.cluster.stats, host=config.host, port=config.metrics_port
+                self.metrics,
+                self.cluster.stats,
+                host=metrics_host,
+                port=config.metrics_port,
+                serves=lambda: self._health.serves,
             )
         except OSError as error:
-            raise _port_taken(config.host, config.metrics_port, "--metrics-port") from error
+            raise _port_taken(metrics_host, config.metrics_port, "--metrics-port") from error
         self._security.warn(config.host)
         if self._recorder is not None:
             self._recorder.start()
@@ -154,10 +159,11 @@ class ControlPlane:
     def describe(self) -> str:
         """One line: where things listen and what is served."""
         host = self._config.host
+        metrics = _address(self._config.metrics_host or host, self.metrics_port)
         return (
             f"pagewire control plane: public={_address(host, self.port)} "
             f"workers={_address(host, self.worker_port)} "
-            f"metrics=http://{_address(host, self.metrics_port)}/metrics "
+            f"metrics=http://{metrics}/metrics "
             f"models={','.join(self._catalog.models)}"
         )
 
