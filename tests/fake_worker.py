@@ -25,6 +25,7 @@ from data_plane.stream_protocol import (
     WorkerIdentity,
     generation_messages,
 )
+from data_plane.stream_session import StreamEnd
 
 if TYPE_CHECKING:
     from protos.pagewire.v1 import worker_pb2
@@ -142,7 +143,7 @@ class StepwiseWorker:
     def crash(self) -> None:
         """Become a new process under the same worker_id: new epoch, empty KV."""
         old = self.runner
-        self.runner = FakeModelRunner(
+        self.runner = type(old)(
             num_blocks=old.num_blocks, block_size=old.block_size, vocab_size=old.vocab_size
         )
         self.ordered.clear()
@@ -202,6 +203,12 @@ class FakeWorker:
 
     def drain(self) -> None:
         self.stream.begin_drain()
+
+    def break_stream(self) -> None:
+        """Lose the stream, as over a network that is cut; the process dials again."""
+        session = self.stream._session
+        if session is not None:
+            session.fail(StreamEnd(code=None, reason="CUT", message="cut by the test"))
 
     async def exited(self) -> int:
         """Wait for the exit code."""

@@ -1,0 +1,285 @@
+"""The interleavings in which a block or a token could go to the wrong place, one by one.
+
+Each of them is among what the machine of `test_cluster_world.py` does at random; here they are
+spelled out, on the same world.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from cluster_world import Client, Plane, Worker, World
+
+from protos.pagewire.v1 import worker_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from control_plane.engine_core import EngineCore
+
+# Three full blocks of four tokens, and one token more.
+PREFIX = list(range(10, 22))
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World(num_blocks=20, max_num_seqs=2, lookahead=2)
+    yield world
+    world.close()
+
+
+def start(world: World) -> tuple[Plane, Worker]:
+    plane, worker = world.start_plane(), world.workers[0]
+    world.attach(worker, plane)
+    world.round_trip(worker)
+    return plane, worker
+
+
+def finish(world: World, client: Client) -> None:
+    """Let a client's request run to its end."""
+    for _ in range(40):
+        if client.is_over:
+            break
+        for worker in world.workers:
+            world.round_trip(worker)
+    assert client.is_over
+    world.check()
+
+
+def core_of(plane: Plane) -> EngineCore:
+    [engine] = plane.cluster.fleet
+    return engine.core
+
+
+def ordered(worker: Worker) -> list[worker_pb2.Plan]:
+    """Plans on their way to the worker."""
+    assert worker.connection is not None
+    return [
+        message.plan
+        for message in worker.connection.to_worker
+        if isinstance(message, worker_pb2.ControlMessage) and message.HasField("plan")
+    ]
+
+
+def lose_plan(worker: Worker, plan: worker_pb2.Plan) -> None:
+    assert worker.connection is not None
+    worker.connection.to_worker.remove(worker_pb2.ControlMessage(plan=plan))
+
+
+def client_of(world: World, plane: Plane, prompt: list[int], **options: object) -> Client:
+    client = world.new_client(prompt, **options)  # type: ignore[arg-type]
+    world.send(client, plane)
+    return client
+
+
+def two_with_one_prefix(world: World, plane: Plane) -> tuple[Client, Client]:
+    """The second is ordered by the plan behind the first one's, on the blocks that it computes."""
+    clients = [world.new_client([*PREFIX, last], max_tokens=6) for last in (30, 31)]
+    world.send_together(clients, plane)
+    return clients[0], clients[1]
+
+
+def test_a_block_that_a_lost_plan_handed_out_is_still_what_it_was(world: World) -> None:
+    """The control plane forgot its content at the hand-out; the store and the worker did not."""
+    plane, worker = start(world)
+    first = client_of(world, plane, [*PREFIX, 30])
+    finish(world, first)
+    plane.store.flush()
+    stored = core_of(plane).live_entries()
+    # They need every block: what is cached is handed out again, by plans that never arrive.
+    greedy = [world.new_client([*range(first, first + 35)]) for first in (100, 200)]
+    world.send_together(greedy, plane)
+    handed_out = {
+        block_id
+        for plan in ordered(worker)
+        for row in plan.added_rows
+        for block_id in memoryview(row.block_ids).cast("i")
+    }
+    assert handed_out & set(stored)
+    assert core_of(plane).live_entries() != stored
+    world.kill_plane(plane)
+    # Who comes next believes the worker: those blocks were not handed out.
+    after = world.start_plane()
+    world.attach(worker, after)
+    world.round_trip(worker)
+    assert core_of(after).live_entries() == stored
+    again = client_of(world, after, [*PREFIX, 31])
+    finish(world, again)
+    assert core_of(after).scheduler.num_prefix_hits == len(PREFIX)
+    world.come_to_rest()
+
+
+def test_a_block_that_was_handed_out_after_the_store_heard_of_it_is_refused(world: World) -> None:
+    """The store is behind: it names what the block held before the last plans."""
+    plane, worker = start(world)
+    finish(world, client_of(world, plane, [*PREFIX, 30]))
+    plane.store.flush()
+    # Two long requests overwrite every block there is; the store does not hear of it.
+    for first in (100, 200):
+        finish(world, client_of(world, plane, [*range(first, first + 40)]))
+    assert {i for i, g in enumerate(worker.runner.generations) if g} == set(range(1, 20))
+    world.kill_plane(plane)
+    after = world.start_plane()
+    world.attach(worker, after)
+    world.round_trip(worker)
+    assert core_of(after).live_entries() == {}
+    assert core_of(after).counters.refused_entries > 0
+    finish(world, client_of(world, after, [*PREFIX, 31]))
+    world.come_to_rest()
+
+
+def test_a_generation_equal_to_a_stale_entrys_does_not_bring_it_back(world: World) -> None:
+    """A new process under the same id counts its versions from the beginning."""
+    plane, worker = start(world)
+    finish(world, client_of(world, plane, [*PREFIX, 30]))
+    plane.store.flush()
+    old_generations = worker.runner.generations.tolist()
+    world.crash(worker)
+    world.attach(worker, plane)
+    world.round_trip(worker)
+    # As many tokens, other ones: the same blocks by the same versions.
+    finish(world, client_of(world, plane, [*range(100, 112), 130]))
+    assert worker.runner.generations.tolist()[:4] == old_generations[:4]
+    world.kill_plane(plane)
+    after = world.start_plane()
+    world.attach(worker, after)
+    world.round_trip(worker)
+    world.check()
+    finish(world, client_of(world, after, [*PREFIX, 31]))
+    assert core_of(after).scheduler.num_prefix_hits == 0
+    world.come_to_rest()
+
+
+def test_a_result_of_an_older_plan_is_not_taken_for_the_rows_next_sequence(world: World) -> None:
+    plane, worker = start(world)
+    leaves = client_of(world, plane, [*PREFIX, 30], max_tokens=20)
+    world.round_trip(worker)
+    world.round_trip(worker)
+    # Three steps of it are out; nothing of them has come back.
+    world.deliver_down(worker)
+    world.run_steps(worker)
+    num_received = len(leaves.received)
+    world.leave(leaves)
+    comes = client_of(world, plane, [*range(100, 113)], max_tokens=20)
+    world.deliver_up(worker, 1)
+    [plan] = ordered(worker)
+    # Its row goes to another sequence before the other results are here.
+    assert bytes(plan.removed_rows) == bytes(4)
+    assert [row.row for row in plan.added_rows] == [0]
+    world.deliver_up(worker)
+    assert comes.received == []
+    assert len(leaves.received) == num_received
+    finish(world, comes)
+    assert comes.reason is not None
+    world.come_to_rest()
+
+
+def test_two_nacks_behind_one_are_answered_once(world: World) -> None:
+    plane, worker = start(world)
+    client = client_of(world, plane, [*PREFIX, 30], max_tokens=20)
+    world.round_trip(worker)
+    plans = ordered(worker)
+    assert len(plans) == 3
+    lose_plan(worker, plans[0])
+    core, connection = core_of(plane), worker.connection
+    assert connection is not None
+    num_resets = core.counters.num_resets
+    world.deliver_down(worker)
+    [nack] = connection.to_control
+    assert nack.nack.version == plans[1].version
+    # A worker that refuses every plan behind the lost one, and says the first refusal twice.
+    for version in (plans[1].version, plans[2].version):
+        connection.to_control.append(worker_pb2.WorkerMessage(nack={"version": version}))
+    world.deliver_up(worker)
+    assert core.counters.num_resets == num_resets + 1
+    assert core.counters.num_nacks == 1
+    assert core.attached
+    finish(world, client)
+    world.come_to_rest()
+
+
+def test_nobody_hits_a_pending_block_whose_plan_was_lost(world: World) -> None:
+    """The second request was scheduled onto blocks that the first one never computed."""
+    plane, worker = start(world)
+    first, second = two_with_one_prefix(world, plane)
+    plans = ordered(worker)
+    hit = [row for plan in plans for row in plan.added_rows if row.num_hit_blocks]
+    assert [row.num_hit_blocks for row in hit] == [3]
+    lose_plan(worker, plans[0])
+    world.round_trip(worker)
+    core = core_of(plane)
+    assert core.counters.num_nacks == 1
+    for name in core.live_entries().values():
+        assert name[1] > plans[-1].version
+    finish(world, first)
+    finish(world, second)
+    assert first.received == first.expected
+    assert second.received == second.expected
+    world.come_to_rest()
+
+
+def test_nobody_hits_a_pending_block_whose_step_failed(world: World) -> None:
+    plane, worker = start(world)
+    first, second = two_with_one_prefix(world, plane)
+    plans = ordered(worker)
+    assert any(row.num_hit_blocks for plan in plans for row in plan.added_rows)
+    worker.runner.fail_launch.add(plans[0].version)
+    world.round_trip(worker)
+    assert core_of(plane).counters.num_step_failures == 1
+    assert core_of(plane).live_entries() == {}
+    finish(world, first)
+    finish(world, second)
+    world.come_to_rest()
+
+
+def test_what_an_old_control_plane_writes_late_is_refused() -> None:
+    """What it had confirmed, while its successor has used the blocks for something else."""
+    world = World(num_blocks=12, max_num_seqs=2)
+    try:
+        old, worker = start(world)
+        finish(world, client_of(world, old, [*PREFIX, 30]))
+        world.cut_plane(old)
+        new = world.start_plane()
+        world.attach(worker, new)
+        world.round_trip(worker)
+        for first in (100, 200):
+            finish(world, client_of(world, new, [*range(first, first + 36)]))
+        new.store.flush()
+        old.store.flush()
+        world.kill_plane(new)
+        third = world.start_plane()
+        world.attach(worker, third)
+        world.round_trip(worker)
+        world.check()
+        finish(world, client_of(world, third, [*PREFIX, 31]))
+        assert core_of(third).scheduler.num_prefix_hits == 0
+        world.come_to_rest()
+    finally:
+        world.close()
+
+
+def test_a_worker_that_served_a_successor_makes_the_old_control_plane_step_back() -> None:
+    world = World(num_workers=2)
+    try:
+        old = world.start_plane()
+        for worker in world.workers:
+            world.attach(worker, old)
+        client = client_of(world, old, [*PREFIX, 30], max_tokens=20)
+        for worker in world.workers:
+            world.round_trip(worker)
+        new = world.start_plane()
+        moved = world.workers[1]
+        world.break_stream(moved)
+        world.attach(moved, new)
+        world.round_trip(moved)
+        assert moved.protocol.highest_term == 2
+        world.break_stream(moved)
+        world.attach(moved, old)
+        assert old.has_stepped_back
+        # What it serves it serves to the end.
+        finish(world, client)
+        assert client.reason is not None
+        world.come_to_rest()
+    finally:
+        world.close()
