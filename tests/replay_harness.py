@@ -85,14 +85,21 @@ async def attached_worker(
 
 @contextlib.asynccontextmanager
 async def recording_api(
-    model: TinyModel, directory: Path, *, max_bytes: int = 64 << 20, **cluster: object
+    model: TinyModel,
+    directory: Path,
+    *,
+    max_bytes: int = 64 << 20,
+    redis_url: str = "memory://",
+    **cluster: object,
 ) -> AsyncGenerator[Api]:
     """A control plane that records into a directory."""
     config = ClusterConfig(
         term_gather_s=0.01, replica_wait_s=60.0, audit_interval_s=0.05, **cluster
     )
     recording = RecordingConfig(directory=directory, max_bytes=max_bytes)
-    async with running_api(model.catalog, model.path, cluster=config, recording=recording) as api:
+    async with running_api(
+        model.catalog, model.path, cluster=config, recording=recording, redis_url=redis_url
+    ) as api:
         yield api
 
 
@@ -108,14 +115,16 @@ async def gone(api: Api) -> None:
 
 async def replay(model: TinyModel, path: Path, **changes: int) -> Summary:
     """Replay on a worker in this process."""
-    async with (
-        WorkerPort() as port,
-        attached_worker(model, port.address, **changes),
-        asyncio.timeout(120),
-    ):
-        player = Player(
-            open_recording(path), port, step_timeout_s=60, progress=lambda summary, total: None
-        )
+    async with WorkerPort() as port, attached_worker(model, port.address, **changes):
+        return await play(path, port)
+
+
+async def play(path: Path, port: WorkerPort) -> Summary:
+    """Replay on whatever attaches."""
+    player = Player(
+        open_recording(path), port, step_timeout_s=60, progress=lambda summary, total: None
+    )
+    async with asyncio.timeout(120):
         return await player.play()
 
 

@@ -156,13 +156,17 @@ def _introduce(recording: Recording) -> list[str]:
     lines = [
         f"recording of replica {header.replica_id}, model {header.model}, deployment "
         f"{header.deployment}, pagewire {header.pagewire_version}, begun {started}",
-        f"  {num_segments} files, {size / 1e6:.1f} MB; {hello.backend} on {hello.device}, "
+        f"  files: {num_segments}, {_size(size)}; {hello.backend} on {hello.device}, "
         f"{hello.kv_geometry.dtype}, {hello.num_blocks} blocks of {hello.kv_geometry.block_size}",
     ]
     for number, run in enumerate(recording.runs):
         part = f"  part {number + 1} of {len(recording.runs)}"
         lines.extend(f"{part}: {note}" for note in run.notes)
     return [_printable(line) for line in lines]
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1_000_000 else f"{num_bytes / 1e3:.1f} kB"
 
 
 def _seconds(milliseconds: int) -> float:
