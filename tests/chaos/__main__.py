@@ -23,7 +23,10 @@ def main() -> int:
         "--seed", type=int, default=None, help="of faults and requests (default: from the clock)"
     )
     parser.add_argument(
-        "--gap", type=float, default=1.2, help="mean seconds between two faults (default: 1.2)"
+        "--gap",
+        type=float,
+        default=1.5,
+        help="seconds between faults of a lane (default: 1.5)",
     )
     parser.add_argument("--lanes", type=int, default=16, help="concurrent streams (default: 16)")
     parser.add_argument(
@@ -35,7 +38,7 @@ def main() -> int:
     started_at = time.monotonic()
 
     def log(line: str) -> None:
-        if not args.quiet or not line.startswith("#"):
+        if not args.quiet or not line.startswith("fault "):
             print(f"{time.monotonic() - started_at:7.1f} s  {line}", flush=True)
 
     print(f"seed {seed}, {args.minutes:g} minutes, logs in {args.dir}/system/logs", flush=True)

@@ -60,7 +60,7 @@ def _verdict(report: ChaosReport) -> list[str]:
     if findings.any:
         lines += [f"FOUND: {item}" for item in findings.items]
         lines.append(
-            f"seed {report.seed}, fault #{findings.items[0].position}: again with "
+            f"seed {report.seed}, {findings.items[0].position}; the same faults again: "
             f"make chaos SEED={report.seed}"
         )
     else:

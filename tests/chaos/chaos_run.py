@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from chaos.chaos_model import build_model
 from chaos.chaos_system import CLIENT_LINKS, ChaosSystem, SystemConfig, undisturbed_config
 from chaos.fault_injector import FaultInjector
-from chaos.fault_schedule import FaultKind, ScheduleConfig, schedule
+from chaos.fault_schedule import FaultKind, FaultLane, ScheduleConfig, schedule
 from chaos.findings import Findings
 from chaos.load_requests import lane_requests, make_documents
 from chaos.streams import StreamLoad
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from demo.leftovers import RunDirectory
+    from demo.processes import ManagedProcess
 
 # Without progress for longer than this a stream is broken; every outage has to be shorter.
 STALL_LIMIT_S = 150.0
@@ -47,18 +48,18 @@ class ChaosConfig:
         base_dir: Logs, model, the store's data.
         seed: Of faults and requests.
         seconds: How long faults are injected at most.
-        max_faults: How many at most.
+        max_faults_per_lane: How many at most.
         num_lanes: Concurrent streams.
-        mean_gap_s: Between the beginnings of two faults.
+        mean_gap_s: Between the beginnings of two faults of a lane.
         measures_warm_restart: Also say what a restart of the control plane costs.
     """
 
     base_dir: Path
     seed: int
     seconds: float
-    max_faults: int = 1_000_000
+    max_faults_per_lane: int = 1_000_000
     num_lanes: int = 16
-    mean_gap_s: float = 1.2
+    mean_gap_s: float = 1.5
     measures_warm_restart: bool = True
 
 
@@ -175,15 +176,12 @@ class _Run:
     ) -> None:
         config = self._config
         documents = make_documents(config.seed)
-        faults = schedule(
-            config.seed,
-            ScheduleConfig(
-                workers=list(system.slots),
-                worker_links=[f"link of {name}" for name in system.slots],
-                other_links=[name for name in system.links if not name.startswith("link of")],
-                lease_s=system.config.lease_s,
-                mean_gap_s=config.mean_gap_s,
-            ),
+        what = ScheduleConfig(
+            workers=list(system.slots),
+            worker_links=[f"link of {name}" for name in system.slots],
+            other_links=[name for name in system.links if not name.startswith("link of")],
+            lease_s=system.config.lease_s,
+            mean_gap_s=config.mean_gap_s,
         )
         async with contextlib.AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(system.client(n)) for n in CLIENT_LINKS]
@@ -199,8 +197,8 @@ class _Run:
             try:
                 await _until(lambda: load.num_active > 0, "the first tokens")
                 await injector.run(
-                    faults,
-                    most=config.max_faults,
+                    [schedule(config.seed, lane, what) for lane in FaultLane],
+                    most=config.max_faults_per_lane,
                     until=time.monotonic() + config.seconds,
                     log=self._log,
                 )
@@ -217,16 +215,20 @@ class _Run:
         await _until(lambda: system.is_free, "every block and row is free")
         self._log("everything is free")
         await asyncio.wait_for(verifier.finish(), _END_LIMIT_S)
+        last, *others = system.slots.values()
+        for slot in others:
+            await self._check_departure(system, slot.process)
+            slot.process = None
         if self._config.measures_warm_restart:
+            # With one worker: of several, another one may be back first and take the request.
             self.report.warm_restart = await measure_warm_restart(system)
         await system.wait_until_whole()
-        await self._check_departures(system)
+        await self._check_departure(system, last.process)
+        await self._check_departure(system, system.control_plane)
 
-    async def _check_departures(self, system: ChaosSystem) -> None:
+    async def _check_departure(self, system: ChaosSystem, process: ManagedProcess | None) -> None:
         """Idle processes leave at once: a row or a request that was left would hold them up."""
-        slots = [slot.process for slot in system.slots.values()]
-        for process in (*slots, system.control_plane):
-            assert process is not None
+        if process is not None:
             process.is_expected_to_end = True
             code = await process.stop(60.0)
             log = process.log_tail(400)

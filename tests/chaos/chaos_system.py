@@ -227,7 +227,8 @@ class ChaosSystem:
 
     @property
     def is_whole(self) -> bool:
-        return all(self.is_serving(slot) for slot in self.slots.values())
+        """Whether every worker that runs is attached."""
+        return all(self.is_serving(slot) for slot in self.slots.values() if slot.process)
 
     @property
     def is_free(self) -> bool:
@@ -252,7 +253,7 @@ class ChaosSystem:
             link.set_round_trip(0.0)
 
     async def wait_until_whole(self, timeout_s: float = 120.0) -> None:
-        """Wait until every worker is attached.
+        """Wait until every worker that runs is attached.
 
         Raises:
             TimeoutError: One is not.

@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from chaos.chaos_system import CLIENT_LINKS, STORE_LINK, stepped_back
 from chaos.fault_schedule import (
-    CONTROL_KINDS,
     CONTROL_PLANE,
-    LINK_KINDS,
-    STORE_KINDS,
     Fault,
     FaultKind,
+    FaultLane,
 )
 
 from demo.link import LinkConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from chaos.chaos_system import ChaosSystem, WorkerSlot
     from chaos.findings import Findings
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
 _WHOLE_LIMIT_S = 120.0
 _EXPOSURE_LIMIT_S = 60.0
 _POLL_S = 0.02
+_MIN_TOKENS_SERVED = 100
 _MAX_DELAY_S = 0.4
 
 
@@ -78,23 +77,40 @@ class FaultInjector:
         self._load = load
         self._findings = findings
         self._under_way: dict[str, asyncio.Task[None]] = {}
-        self._tokens_at_control_fault = 0
+        self._tokens_at_control_fault = -_MIN_TOKENS_SERVED
 
     async def run(
-        self, faults: Iterator[Fault], *, most: int, until: float, log: Callable[[str], None]
+        self,
+        lanes: Iterable[Iterator[Fault]],
+        *,
+        most: int,
+        until: float,
+        log: Callable[[str], None],
     ) -> None:
-        """Inject faults, so many or until the monotonic clock says so, and wait for the last ones.
+        """Inject faults, so many per lane or until the monotonic clock says so; wait for the last.
 
         Raises:
             TimeoutError: A target did not become whole again.
         """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for faults in lanes:
+                    tasks.create_task(self._run_lane(faults, most, until, log))
+        except* TimeoutError as group:
+            raise group.exceptions[0] from None
+        await asyncio.gather(*self._under_way.values())
+
+    async def _run_lane(
+        self, faults: Iterator[Fault], most: int, until: float, log: Callable[[str], None]
+    ) -> None:
         for fault in faults:
             await asyncio.sleep(fault.gap_s)
+            if fault.number > most:
+                return
             await self._wait_for_target(fault)
-            if time.monotonic() >= until or fault.number > most:
-                break
+            if time.monotonic() >= until:
+                return
             self._begin(fault, log)
-        await asyncio.gather(*self._under_way.values())
 
     async def cancel(self) -> None:
         """Stop in the midst of it; what is broken stays broken."""
@@ -104,13 +120,13 @@ class FaultInjector:
 
     def _begin(self, fault: Fault, log: Callable[[str], None]) -> None:
         num_active = self._load.num_active
-        self._findings.position = fault.number
+        self._findings.positions[fault.lane] = fault.number
         self.counts[fault.kind] += 1
         self.active_counts[fault.kind] += num_active > 0
         log(f"{fault}, {num_active} streams active")
         if self._costs_a_worker(fault):
             self._load.note_loss()
-        if fault.kind in CONTROL_KINDS:
+        if fault.lane is FaultLane.CONTROL:
             self._tokens_at_control_fault = self._load.num_tokens
         task = asyncio.create_task(self._apply(fault), name=str(fault))
         self._under_way[fault.target] = task
@@ -144,7 +160,8 @@ class FaultInjector:
             under_way.result()
         if target == CONTROL_PLANE:
             # Each time it has to have served: dying again while it starts would show nothing new.
-            has_served = self._load.num_tokens > self._tokens_at_control_fault
+            num_tokens = self._load.num_tokens - self._tokens_at_control_fault
+            has_served = num_tokens >= _MIN_TOKENS_SERVED
             process = system.control_plane
             is_up = process is not None and process.is_running and bool(system.serving_workers)
             return is_up and has_served
@@ -169,14 +186,15 @@ class FaultInjector:
 
     async def _apply(self, fault: Fault) -> None:
         system = self._system
-        if fault.kind in LINK_KINDS:
-            await self._disturb_link(fault, system.links[fault.target])
-        elif fault.kind in STORE_KINDS:
-            await self._disturb_store(fault)
-        elif fault.kind in CONTROL_KINDS:
-            await self._disturb_control_plane(fault)
-        else:
-            await self._disturb_worker(fault, system.slots[fault.target])
+        match fault.lane:
+            case FaultLane.LINKS:
+                await self._disturb_link(fault, system.links[fault.target])
+            case FaultLane.STORE:
+                await self._disturb_store(fault)
+            case FaultLane.CONTROL:
+                await self._disturb_control_plane(fault)
+            case FaultLane.WORKERS:
+                await self._disturb_worker(fault, system.slots[fault.target])
 
     # Processes.
 

@@ -1,7 +1,10 @@
 """What goes wrong, in which order: drawn from a seed and from nothing else.
 
-Owns: kinds of faults, whom they hit, how long they last. Does not know: processes, time, load. The
-order is the same in every run of a seed; when each fault comes depends on how fast the system is.
+Four lanes run side by side, so that a control plane that starts holds up no fault of a link. The
+order within a lane is the same in every run of a seed; when each fault comes depends on how fast
+the system is.
+
+Owns: kinds of faults, whom they hit, how long they last. Does not know: processes, time, load.
 """
 
 from __future__ import annotations
@@ -35,10 +38,27 @@ class FaultKind(StrEnum):
     LINK_SLOW = "link slow"
 
 
-WORKER_KINDS = (FaultKind.WORKER_KILL, FaultKind.WORKER_STOP, FaultKind.WORKER_TERM)
-CONTROL_KINDS = (FaultKind.CONTROL_KILL, FaultKind.CONTROL_STOP, FaultKind.CONTROL_TERM)
-STORE_KINDS = (FaultKind.STORE_KILL, FaultKind.STORE_STOP, FaultKind.STORE_WIPE)
-LINK_KINDS = (FaultKind.LINK_CUT, FaultKind.LINK_FREEZE, FaultKind.LINK_SLOW)
+class FaultLane(StrEnum):
+    """Who is hit; lanes do not wait for each other."""
+
+    CONTROL = "control plane"
+    WORKERS = "workers"
+    STORE = "store"
+    LINKS = "links"
+
+
+LANES = {
+    FaultLane.CONTROL: (FaultKind.CONTROL_KILL, FaultKind.CONTROL_STOP, FaultKind.CONTROL_TERM),
+    FaultLane.WORKERS: (FaultKind.WORKER_KILL, FaultKind.WORKER_STOP, FaultKind.WORKER_TERM),
+    FaultLane.STORE: (FaultKind.STORE_KILL, FaultKind.STORE_STOP, FaultKind.STORE_WIPE),
+    FaultLane.LINKS: (FaultKind.LINK_CUT, FaultKind.LINK_FREEZE, FaultKind.LINK_SLOW),
+}
+_GAP_FACTORS = {
+    FaultLane.CONTROL: 2.0,
+    FaultLane.WORKERS: 1.0,
+    FaultLane.STORE: 3.0,
+    FaultLane.LINKS: 2.0,
+}
 # Kinds that keep their target away for as long as they last, and may thus outlast a lease.
 _SILENT_KINDS = (FaultKind.WORKER_STOP, FaultKind.CONTROL_STOP, FaultKind.LINK_FREEZE)
 
@@ -48,13 +68,14 @@ class Fault:
     """One fault. Times in seconds.
 
     Attributes:
-        number: Position in the schedule, from 1.
+        number: Position in its lane, from 1.
         target: A worker, CONTROL_PLANE, STORE or a link.
-        gap_s: Pause between the previous fault's beginning and this one's.
+        gap_s: Pause after the beginning of the lane's previous one.
         hold_s: How long it lasts before it is undone.
         chance: In [0, 1): decides between variants of the kind.
     """
 
+    lane: FaultLane
     number: int
     kind: FaultKind
     target: str
@@ -63,7 +84,10 @@ class Fault:
     chance: float
 
     def __str__(self) -> str:
-        return f"#{self.number} {self.kind} of {self.target} for {self.hold_s:.2f} s"
+        return (
+            f"fault {self.number} of {self.lane}: {self.kind} of {self.target} "
+            f"for {self.hold_s:.2f} s"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +99,7 @@ class ScheduleConfig:
         worker_links: The link of each worker to the control plane.
         other_links: Of clients and of the store.
         lease_s: What some silences have to outlast.
-        mean_gap_s: Between the beginnings of two faults.
+        mean_gap_s: Between the beginnings of two faults of one lane, where nobody is waited for.
     """
 
     workers: Sequence[str]
@@ -85,38 +109,42 @@ class ScheduleConfig:
     mean_gap_s: float
 
 
-def schedule(seed: int, config: ScheduleConfig) -> Iterator[Fault]:
-    """All faults of a seed, without end.
+def schedule(seed: int, lane: FaultLane, config: ScheduleConfig) -> Iterator[Fault]:
+    """All faults of a lane, without end.
 
     Kinds come as from a pack of cards: once each in an order of its own, then the next pack. So any
     long enough run has all of them, equally often.
     """
-    draw = random.Random(f"faults of {seed}")
+    draw = random.Random(f"{lane} of {seed}")
     number = 0
     while True:
-        pack = list(FaultKind)
+        pack = list(LANES[lane])
         draw.shuffle(pack)
         for kind in pack:
             number += 1
             yield Fault(
+                lane=lane,
                 number=number,
                 kind=kind,
-                target=_target(kind, draw, config),
-                gap_s=draw.uniform(0.2, 1.8) * config.mean_gap_s,
+                target=_target(lane, draw, config),
+                gap_s=draw.uniform(0.2, 1.8) * config.mean_gap_s * _GAP_FACTORS[lane],
                 hold_s=_hold_s(kind, draw, config.lease_s),
                 chance=draw.random(),
             )
 
 
-def _target(kind: FaultKind, draw: random.Random, config: ScheduleConfig) -> str:
-    if kind in WORKER_KINDS:
-        return draw.choice(config.workers)
-    if kind in CONTROL_KINDS:
-        return CONTROL_PLANE
-    if kind in STORE_KINDS:
-        return STORE
-    # Workers' links are the ones that matter most.
-    return draw.choice(config.worker_links if draw.random() < 0.6 else config.other_links)
+def _target(lane: FaultLane, draw: random.Random, config: ScheduleConfig) -> str:
+    match lane:
+        case FaultLane.WORKERS:
+            return draw.choice(config.workers)
+        case FaultLane.CONTROL:
+            return CONTROL_PLANE
+        case FaultLane.STORE:
+            return STORE
+        case FaultLane.LINKS:
+            # Workers' links are the ones that matter most.
+            is_workers = draw.random() < 0.6
+            return draw.choice(config.worker_links if is_workers else config.other_links)
 
 
 def _hold_s(kind: FaultKind, draw: random.Random, lease_s: float) -> float:

@@ -16,28 +16,38 @@ class Finding:
     Attributes:
         kind: "wrong", "lost", "doubled", "failed", "stalled", "died", "leaked" or "logged".
         text: What exactly, for people.
-        position: Number of the last fault that had begun.
+        position: The last fault that had begun in each lane.
     """
 
     kind: str
     text: str
-    position: int
+    position: str
 
     def __str__(self) -> str:
-        return f"{self.kind} (after fault #{self.position}): {self.text}"
+        return f"{self.kind} (after {self.position}): {self.text}"
 
 
 class Findings:
-    """All of them, in order."""
+    """All of them, in order.
+
+    Attributes:
+        positions: Number of the last fault that has begun, by lane.
+    """
 
     def __init__(self) -> None:
         self.items: list[Finding] = []
-        self.position = 0
+        self.positions: dict[str, int] = {}
         self._any = asyncio.Event()
 
     def add(self, kind: str, text: str) -> None:
         self.items.append(Finding(kind, text, self.position))
         self._any.set()
+
+    @property
+    def position(self) -> str:
+        """Where the schedule is, for people."""
+        numbers = ", ".join(f"{lane} {number}" for lane, number in self.positions.items())
+        return f"fault {numbers}" if numbers else "no fault"
 
     def count(self, kind: str) -> int:
         return sum(item.kind == kind for item in self.items)

@@ -42,14 +42,14 @@ class StreamRecord:
 
     Attributes:
         request: What was asked.
-        positions: Numbers of the last faults before its beginning and its end.
+        positions: The last faults before its beginning and its end.
         finish_reason: None if it did not get to its end.
         stop_string: That ended it.
         prompt_token_ids: Filled in when they are needed.
     """
 
     request: PlannedRequest
-    positions: tuple[int, int]
+    positions: tuple[str, str]
     token_ids: list[int] = field(default_factory=list[int])
     text: str = ""
     seed: int = 0

@@ -1,4 +1,4 @@
-"""Two packs of faults under sixteen streams: a few of the minutes that `make chaos` runs."""
+"""Two faults of each kind under sixteen streams: a few of the minutes that `make chaos` runs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 from chaos.chaos_report import render
 from chaos.chaos_run import ChaosConfig, run_chaos
-from chaos.fault_schedule import FaultKind
+from chaos.fault_schedule import FaultKind, FaultLane
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 SEED = 1
 NUM_PACKS = 2
+KINDS_PER_LANE = len(FaultKind) // len(FaultLane)
 
 # With whole systems: two of them at a time would run into each other's leases.
 pytestmark = [
@@ -32,7 +33,9 @@ async def test_no_token_is_wrong_lost_or_doubled_whatever_dies(
         seed=SEED,
         # Only if the machine can do next to nothing; otherwise the number of faults ends it.
         seconds=600.0,
-        max_faults=NUM_PACKS * len(FaultKind),
+        max_faults_per_lane=NUM_PACKS * KINDS_PER_LANE,
+        # So that something is served between two deaths of the control plane.
+        mean_gap_s=3.0,
     )
     report = await run_chaos(config, print)
     with capsys.disabled():

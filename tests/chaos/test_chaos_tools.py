@@ -11,7 +11,7 @@ import pytest
 import torch
 from chaos.chaos_model import build_model
 from chaos.comparison import compare_tokens
-from chaos.fault_schedule import FaultKind, ScheduleConfig, schedule
+from chaos.fault_schedule import LANES, FaultKind, FaultLane, ScheduleConfig, schedule
 from chaos.findings import Findings
 from chaos.load_requests import PlannedRequest, lane_requests, make_documents
 from chaos.process_logs import LogSummary
@@ -74,16 +74,21 @@ def test_a_beginning_is_right_only_where_the_end_was_not_reached() -> None:
 # Schedules.
 
 
-def test_a_seed_means_the_same_faults_and_another_one_others() -> None:
+@pytest.mark.parametrize("lane", FaultLane)
+def test_a_seed_means_the_same_faults_and_another_one_others(lane: FaultLane) -> None:
     first, again, other = (
-        list(itertools.islice(schedule(seed, SCHEDULE), 100)) for seed in (5, 5, 6)
+        list(itertools.islice(schedule(seed, lane, SCHEDULE), 100)) for seed in (5, 5, 6)
     )
     assert first == again != other
     assert [fault.number for fault in first] == list(range(1, 101))
 
 
 def test_every_kind_comes_equally_often_and_hits_every_target() -> None:
-    faults = list(itertools.islice(schedule(3, SCHEDULE), 20 * len(FaultKind)))
+    faults = [
+        fault
+        for lane, kinds in LANES.items()
+        for fault in itertools.islice(schedule(3, lane, SCHEDULE), 20 * len(kinds))
+    ]
     assert Counter(fault.kind for fault in faults) == dict.fromkeys(FaultKind, 20)
     targets = {fault.target for fault in faults}
     assert targets == {"w0", "w1", "l0", "l1", "c", "control-plane", "store"}
@@ -121,7 +126,7 @@ def record_of(
 ) -> StreamRecord:
     return StreamRecord(
         request,
-        (3, 4),
+        ("fault workers 3", "fault workers 4"),
         token_ids=list(completion.token_ids) if token_ids is None else token_ids,
         text=completion.text,
         seed=completion.seed,

@@ -181,7 +181,7 @@ class Verifier:
         request = record.request
         self._findings.add(
             difference.kind,
-            f"{request.name}, {len(record.token_ids)} tokens, faults #{first} to #{last}, "
+            f"{request.name}, {len(record.token_ids)} tokens, from {first} to {last}, "
             f"{record.num_resumes} resumes, usage {record.usage}: {difference.text}; options "
             f"{request.options}, seed {record.seed}",
         )
