@@ -25,8 +25,8 @@ from kernels.launch import coarse_power_of_2, let_next_start, pdl_options, wait_
 # least ranges leave short batches on few programs, more programs only add partial results.
 _MIN_TILES = 1  # fewest tiles per program
 _PROGRAMS_PER_SM = 2
-_TILE_BYTES = 32 * 1024  # of keys; with as many values and three stages, two programs fit an SM
-_MAX_TILE = 128
+_TILE_BYTES = 16 * 1024  # of keys; with as many values and five stages, two programs fit an SM
+_MAX_TILE = 64
 
 
 @triton.jit(do_not_specialize=["num_reqs"])

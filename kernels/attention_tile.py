@@ -15,7 +15,8 @@ def attend_tile(
     key_ptr,  # of this KV head
     value_ptr,
     table_ptr,  # [max_blocks] int32, blocks of this request
-    key_index,  # [TILE] int32, keys to read; all of them exist
+    key_index,  # [TILE] int32, keys to read
+    is_key,  # [TILE] bool, those that exist; read only if PARTIAL, otherwise all do
     is_seen,  # [queries or 1, TILE] bool, keys that count; read only if MASKED
     key_block_stride,
     key_slot_stride,
@@ -24,20 +25,31 @@ def attend_tile(
     scale_log2,  # scale * log2(e)
     soft_cap,
     dim,  # [HEAD_PAD] int32
+    PARTIAL: tl.constexpr,
     MASKED: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,  # of keys and values: one calculation less
     SOFT_CAP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    # Keys behind the last one are read as the last one and then not counted: no load needs a mask,
-    # and nothing is read that might be NaN.
+    # Nothing is read that might be NaN: keys that do not count exist, or their loads are masked.
     # int64: block_id * stride passes 2**31 on large caches.
-    block_id = tl.load(table_ptr + key_index // BLOCK_SIZE).to(tl.int64)
+    if PARTIAL:
+        block_id = tl.load(table_ptr + key_index // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+    else:
+        block_id = tl.load(table_ptr + key_index // BLOCK_SIZE).to(tl.int64)
     slot = key_index % BLOCK_SIZE
     key_offset = block_id * key_block_stride + slot * key_slot_stride
-    value_offset = block_id * value_block_stride + slot * value_slot_stride
-    if HEAD_PAD != HEAD_SIZE:
+    if SAME_STRIDES:
+        value_offset = key_offset
+    else:
+        value_offset = block_id * value_block_stride + slot * value_slot_stride
+    if PARTIAL:
+        is_read = is_key[:, None] & (dim < HEAD_SIZE)[None, :]
+        key = tl.load(key_ptr + key_offset[:, None] + dim[None, :], mask=is_read, other=0.0)
+        value = tl.load(value_ptr + value_offset[:, None] + dim[None, :], mask=is_read, other=0.0)
+    elif HEAD_PAD != HEAD_SIZE:
         is_dim = (dim < HEAD_SIZE)[None, :]
         key = tl.load(key_ptr + key_offset[:, None] + dim[None, :], mask=is_dim, other=0.0)
         value = tl.load(value_ptr + value_offset[:, None] + dim[None, :], mask=is_dim, other=0.0)

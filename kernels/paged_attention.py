@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from kernels.attention_plan import DecodePlan
 
+_STAGES = 5  # of 64 keys: two tiles are under way while one is worked on
 _MIN_HEADS = 16  # rows of a query tile: the smallest operand of a tensor core instruction
 _ZERO_TILE = 1024  # elements of a zero output per store
 _MERGE_PARTS = 16  # partial results per iteration of the merge
@@ -67,113 +68,118 @@ def _paged_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     STAGES: tl.constexpr,
     ZERO_TILE: tl.constexpr,
+    SETTLED: tl.constexpr,  # whether the plan was there before the kernel ahead of this began
     PDL: tl.constexpr,
 ):
-    wait_for_previous(PDL)
-    let_next_start(PDL)
+    if not SETTLED:
+        wait_for_previous(PDL)
+        let_next_start(PDL)
     program = tl.program_id(0)
-    per_program = tl.load(tiles_per_program_ptr)
-    total = tl.load(first_tile_ptr + num_reqs) * NUM_KV_HEADS
-    position = program * per_program
-    end = tl.minimum(position + per_program, total)
-    req = tl.load(program_req_ptr + program)
-    part = program * 2
     head_row = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, HEAD_PAD)
     tile_row = tl.arange(0, TILE)
     io_mask = (head_row < GROUP)[:, None] & (dim < HEAD_SIZE)[None, :]
     head_offset = head_row[:, None] * HEAD_SIZE + dim[None, :]
+    # Past the caches of the multiprocessor, which may hold the step before.
+    per_program = tl.load(tiles_per_program_ptr, cache_modifier=".cg")
+    total = tl.load(first_tile_ptr + num_reqs, cache_modifier=".cg") * NUM_KV_HEADS
+    req = tl.load(program_req_ptr + program, cache_modifier=".cg")
+    start = program * per_program
+    end = tl.minimum(start + per_program, total)
+    position = start
+    req_start = tl.load(first_tile_ptr + req, cache_modifier=".cg")
+    num_tiles = tl.load(first_tile_ptr + req + 1, cache_modifier=".cg") - req_start
+    seq_len = tl.load(seq_lens_ptr + req, cache_modifier=".cg")
+    token = tl.load(query_start_loc_ptr + req, cache_modifier=".cg")
+    row = req
+    if HAS_ROWS:
+        row = tl.load(rows_ptr + req, cache_modifier=".cg")
+    if SETTLED:
+        wait_for_previous(PDL)
+        let_next_start(PDL)
     while position < end:
-        req_start = tl.load(first_tile_ptr + req)
-        num_tiles = tl.load(first_tile_ptr + req + 1) - req_start
-        while num_tiles == 0:
-            req += 1
-            num_tiles = tl.load(first_tile_ptr + req + 1) - req_start
-        seq_len = tl.load(seq_lens_ptr + req)
-        offset = position - req_start * NUM_KV_HEADS
-        kv_head = offset // num_tiles
-        first = offset - kv_head * num_tiles
-        last = tl.minimum(num_tiles, first + end - position)
+        # One loop over the tiles of all heads of a request: keys stay under way across heads.
+        req_start *= NUM_KV_HEADS
+        last = tl.minimum(end - req_start, num_tiles * NUM_KV_HEADS)
+        token_index = token.to(tl.int64)
+        table_ptr = block_table_ptr + row.to(tl.int64) * block_table_stride
         first_seen = 0
         if WINDOW > 0:
             first_seen = tl.maximum(seq_len - WINDOW, 0)
-        token = tl.load(query_start_loc_ptr + req).to(tl.int64)
-        query_offset = token * query_stride + kv_head * GROUP * HEAD_SIZE
-        query = tl.load(query_ptr + query_offset + head_offset, mask=io_mask, other=0.0)
-        row = req
-        if HAS_ROWS:
-            row = tl.load(rows_ptr + req)
-        table_ptr = block_table_ptr + row.to(tl.int64) * block_table_stride
-        head_key_ptr = key_ptr + kv_head.to(tl.int64) * key_head_stride
-        head_value_ptr = value_ptr + kv_head.to(tl.int64) * value_head_stride
         acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
         row_sum = tl.zeros([GROUP_PAD], tl.float32)
         row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-        base = first_seen // TILE
-        # Tiles before the last one of the sequence are full and need no mask.
-        full_last = tl.minimum(base + last, seq_len // TILE)
-        if WINDOW > 0:
-            full_last = base + first
-        for tile in tl.range(base + first, full_last, num_stages=STAGES):
-            key_index = tile * TILE + tile_row
-            acc, row_sum, row_max = attend_tile(
-                acc, row_sum, row_max, query, head_key_ptr, head_value_ptr, table_ptr,
-                key_index, key_index[None, :] >= 0,
-                key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
-                scale_log2, soft_cap, dim,
-                False, SOFT_CAP, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE,
-            )  # fmt: skip
-        for tile in tl.range(full_last, base + last, num_stages=1):
-            key_index = tile * TILE + tile_row
-            is_seen = key_index < seq_len
-            read_index = tl.minimum(key_index, seq_len - 1)
+        for index in tl.range(position - req_start, last, num_stages=STAGES):
+            kv_head = index // num_tiles
+            tile = index - kv_head * num_tiles
+            head = kv_head * GROUP * HEAD_SIZE
+            query_offset = token_index * query_stride + head
+            query = tl.load(query_ptr + query_offset + head_offset, mask=io_mask, other=0.0)
+            key_index = (first_seen // TILE + tile) * TILE + tile_row
+            is_key = key_index < seq_len
             if WINDOW > 0:
-                is_seen &= key_index >= first_seen
-                read_index = tl.maximum(read_index, first_seen)
+                is_key &= key_index >= first_seen
             acc, row_sum, row_max = attend_tile(
-                acc, row_sum, row_max, query, head_key_ptr, head_value_ptr, table_ptr,
-                read_index, is_seen[None, :],
+                acc, row_sum, row_max, query,
+                key_ptr + kv_head.to(tl.int64) * key_head_stride,
+                value_ptr + kv_head.to(tl.int64) * value_head_stride,
+                table_ptr, key_index, is_key, is_key[None, :],
                 key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
                 scale_log2, soft_cap, dim,
-                True, SOFT_CAP, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE,
+                True, True, SAME_STRIDES, SOFT_CAP, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE,
             )  # fmt: skip
-        if (first == 0) & (last == num_tiles):
-            out_offset = token * out_stride + kv_head * GROUP * HEAD_SIZE
-            result = acc / row_sum[:, None]
-            tl.store(
-                out_ptr + out_offset + head_offset, result.to(out_ptr.dtype.element_ty), io_mask
-            )
-        else:
-            partial_offset = part.to(tl.int64) * (GROUP * HEAD_SIZE)
-            tl.store(partial_ptr + partial_offset + head_offset, acc, io_mask)
-            stat_ptr = partial_stat_ptr + (part * GROUP + head_row) * 2
-            tl.store(stat_ptr, row_max, head_row < GROUP)
-            tl.store(stat_ptr + 1, row_sum, head_row < GROUP)
-        # Whatever follows the first range of this program can only be cut at its end.
-        part = program * 2 + 1
-        position += last - first
-        if position >= (req_start + num_tiles) * NUM_KV_HEADS:
-            req += 1
+            is_head_end = tile + 1 == num_tiles
+            if is_head_end | (index + 1 == last):
+                # Where the head begins, on the scale of `start`.
+                head_start = req_start + index - tile
+                if is_head_end & (head_start >= start):
+                    result = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
+                    out_offset = token_index * out_stride + head
+                    tl.store(out_ptr + out_offset + head_offset, result, io_mask)
+                else:
+                    # Whatever follows the first head of this program can only be cut at its end.
+                    part = program * 2 + (head_start > start).to(tl.int32)
+                    partial_offset = part.to(tl.int64) * (GROUP * HEAD_SIZE)
+                    tl.store(partial_ptr + partial_offset + head_offset, acc, io_mask)
+                    stat_ptr = partial_stat_ptr + (part * GROUP + head_row) * 2
+                    tl.store(stat_ptr, row_max, head_row < GROUP)
+                    tl.store(stat_ptr + 1, row_sum, head_row < GROUP)
+            acc = tl.where(is_head_end, 0.0, acc)
+            row_sum = tl.where(is_head_end, 0.0, row_sum)
+            row_max = tl.where(is_head_end, float("-inf"), row_max)
+        position = req_start + last
+        if position < end:
+            num_tiles = 0
+            while num_tiles == 0:
+                req += 1
+                req_start = tl.load(first_tile_ptr + req)
+                num_tiles = tl.load(first_tile_ptr + req + 1) - req_start
+            seq_len = tl.load(seq_lens_ptr + req)
+            token = tl.load(query_start_loc_ptr + req)
+            row = req
+            if HAS_ROWS:
+                row = tl.load(rows_ptr + req)
     # Requests that stopped, and the padding behind the last request, get zeros.
     token_size: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_SIZE
     zero = tl.zeros([ZERO_TILE], out_ptr.dtype.element_ty)
     element = tl.arange(0, ZERO_TILE)
     for req in range(program, num_reqs, tl.num_programs(0)):
         num_tiles = tl.load(first_tile_ptr + req + 1) - tl.load(first_tile_ptr + req)
-        token = tl.load(query_start_loc_ptr + req)
-        num_queries = tl.load(query_start_loc_ptr + req + 1) - token
+        first_token = tl.load(query_start_loc_ptr + req)
+        num_queries = tl.load(query_start_loc_ptr + req + 1) - first_token
         if (num_tiles == 0) & (num_queries == 1):
             for first in range(0, token_size, ZERO_TILE):
-                out_offset = token.to(tl.int64) * out_stride + first
+                out_offset = first_token.to(tl.int64) * out_stride + first
                 tl.store(out_ptr + out_offset + element, zero, first + element < token_size)
     num_real_tokens = tl.load(query_start_loc_ptr + num_reqs)
     for padding in range(program, num_tokens - num_real_tokens, tl.num_programs(0)):
-        token = num_real_tokens.to(tl.int64) + padding
+        padded = num_real_tokens.to(tl.int64) + padding
         for first in range(0, token_size, ZERO_TILE):
-            out_offset = token * out_stride + first
+            out_offset = padded * out_stride + first
             tl.store(out_ptr + out_offset + element, zero, first + element < token_size)
 
 
@@ -197,17 +203,19 @@ def _merge_partials_kernel(
 ):
     # One program per cut between two programs of the attention kernel and query head of a group.
     # A head that was cut several times is merged by the program of its first cut.
-    wait_for_previous(PDL)
-    let_next_start(PDL)
     first = tl.program_id(0)
     in_group = tl.program_id(1)
-    per_program = tl.load(tiles_per_program_ptr)
-    total = tl.load(first_tile_ptr + num_reqs) * NUM_KV_HEADS
+    # The plan is older than the attention ahead of this, which has waited for it.
+    per_program = tl.load(tiles_per_program_ptr, cache_modifier=".cg")
+    total = tl.load(first_tile_ptr + num_reqs, cache_modifier=".cg") * NUM_KV_HEADS
+    req = tl.load(program_req_ptr + first + 1, cache_modifier=".cg")
+    req_start = tl.load(first_tile_ptr + req, cache_modifier=".cg")
+    num_tiles = tl.load(first_tile_ptr + req + 1, cache_modifier=".cg") - req_start
+    token = tl.load(query_start_loc_ptr + req, cache_modifier=".cg").to(tl.int64)
+    wait_for_previous(PDL)
+    let_next_start(PDL)
     cut = (first + 1) * per_program
     if cut < total:
-        req = tl.load(program_req_ptr + first + 1)
-        req_start = tl.load(first_tile_ptr + req)
-        num_tiles = tl.load(first_tile_ptr + req + 1) - req_start
         kv_head = (cut - req_start * NUM_KV_HEADS) // num_tiles
         start = req_start * NUM_KV_HEADS + kv_head * num_tiles
         if (start < cut) & (start // per_program == first):
@@ -236,7 +244,6 @@ def _merge_partials_kernel(
                 acc = acc * rescale + tl.sum(part_acc * weight[:, None], 0)
                 row_sum = row_sum * rescale + tl.sum(part_sum * weight, 0)
                 highest = new_highest
-            token = tl.load(query_start_loc_ptr + req).to(tl.int64)
             out_offset = token * out_stride + (kv_head * GROUP + in_group) * HEAD_SIZE
             result = (acc / row_sum).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + out_offset + dim, result, dim < HEAD_SIZE)
@@ -254,8 +261,9 @@ def paged_attention(
     scale: float,
     rows: torch.Tensor | None = None,
     soft_cap: float | None = None,
+    settled: bool = False,
     out: torch.Tensor,
-    num_stages: int = 3,
+    num_stages: int = _STAGES,
     num_warps: int = 4,
 ) -> torch.Tensor:
     """Attend from one query per request to its paged keys and values.
@@ -274,6 +282,8 @@ def paged_attention(
         scale: Factor on the scores.
         rows: [num_reqs] int32, row of block_table of each request; None: request i has row i.
         soft_cap: Scores become soft_cap * tanh(score / soft_cap).
+        settled: The plan was made before the kernel ahead of this one was launched, so it is read
+            while that one still runs.
         out: [num_tokens, num_heads, head_size], heads contiguous.
         num_stages: Tiles on their way from memory.
         num_warps: Per program.
@@ -334,9 +344,11 @@ def paged_attention(
         BLOCK_SIZE=block_size,
         TILE=plan.tile,
         WINDOW=plan.window,
+        SAME_STRIDES=key_cache.stride() == value_cache.stride(),
         SOFT_CAP=soft_cap is not None,
         STAGES=num_stages,
         ZERO_TILE=_ZERO_TILE,
+        SETTLED=settled,
         num_warps=num_warps,
         **pdl,
     )

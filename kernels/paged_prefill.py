@@ -54,6 +54,7 @@ def _paged_prefill_kernel(
     QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     WINDOW: tl.constexpr,  # keys a query sees; 0: all
+    SAME_STRIDES: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -104,10 +105,10 @@ def _paged_prefill_kernel(
             key_index = key_tile * KEY_TILE + tile_key
             acc, row_sum, row_max = attend_tile(
                 acc, row_sum, row_max, query, head_key_ptr, head_value_ptr, table_ptr,
-                key_index, key_index[None, :] >= 0,
+                key_index, key_index >= 0, key_index[None, :] >= 0,
                 key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
                 scale_log2, soft_cap, dim,
-                False, SOFT_CAP, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE,
+                False, False, SAME_STRIDES, SOFT_CAP, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE,
             )  # fmt: skip
         for key_tile in tl.range(full_last, tl.cdiv(num_keys, KEY_TILE), num_stages=1):
             key_index = key_tile * KEY_TILE + tile_key
@@ -118,10 +119,10 @@ def _paged_prefill_kernel(
                 read_index = tl.maximum(read_index, first_seen)
             acc, row_sum, row_max = attend_tile(
                 acc, row_sum, row_max, query, head_key_ptr, head_value_ptr, table_ptr,
-                read_index, is_seen,
+                read_index, key_index >= 0, is_seen,
                 key_block_stride, key_slot_stride, value_block_stride, value_slot_stride,
                 scale_log2, soft_cap, dim,
-                True, SOFT_CAP, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE,
+                False, True, SAME_STRIDES, SOFT_CAP, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE,
             )  # fmt: skip
         # A request that stopped has no keys and gets zeros.
         result = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
@@ -237,6 +238,7 @@ def paged_prefill(
         QUERY_TILE=cut.query_tile,
         KEY_TILE=cut.key_tile,
         WINDOW=window,
+        SAME_STRIDES=key_cache.stride() == value_cache.stride(),
         SOFT_CAP=soft_cap is not None,
         STAGES=cut.num_stages,
         num_warps=cut.num_warps,

@@ -100,7 +100,10 @@ class TritonAttention:
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         out: torch.Tensor,
+        *,
+        settled: bool = False,
     ) -> None:
+        """See the protocol; `settled`: something was launched between `build_metadata` and this."""
         step = cast("TritonMetadata", metadata)
         batch = step.inputs
         if not batch.seq_lens.numel():
@@ -116,6 +119,7 @@ class TritonAttention:
             self._plan,
             scale=self.spec.scale,
             rows=batch.rows,
+            settled=settled,
             out=out,
         )
         if step.tiles is not None:

@@ -6,7 +6,7 @@ lies (the attention backend does), what is sampled, or files.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.nn import functional
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from data_plane.attention.base import AttentionBackend, AttentionMetadata
+    from data_plane.attention.triton_backend import TritonAttention
     from data_plane.models.config import ModelConfig
 
 
@@ -162,8 +163,9 @@ class LlamaModel:
             # Imported where it is used: a worker without a GPU needs no triton.
             from data_plane.models import fused_forward
 
+            triton = cast("TritonAttention", backend)
             return fused_forward.forward_hidden(
-                self, token_ids, positions, kv_caches, backend, metadata, out
+                self, token_ids, positions, kv_caches, triton, metadata, out
             )
         config = self.config
         eps = config.rms_norm_eps

@@ -119,6 +119,7 @@ class Paged:
             self.seq_lens,
             plan,
             scale=SCALE,
+            settled=True,  # as in all layers of a step
             out=self.out,
         )
 

@@ -30,7 +30,7 @@ def _plan(case: PagedCase, *, num_programs: int | None = None, tile: int | None 
     return plan_decode(plan, case.query_start_loc, case.seq_lens)
 
 
-def _run(case: PagedCase, plan: DecodePlan) -> None:
+def _run(case: PagedCase, plan: DecodePlan, *, settled: bool = False) -> None:
     paged_attention(
         case.query,
         case.query_start_loc,
@@ -42,6 +42,7 @@ def _run(case: PagedCase, plan: DecodePlan) -> None:
         scale=case.shape.scale,
         rows=case.rows,
         soft_cap=case.shape.soft_cap,
+        settled=settled,
         out=case.out,
     )
 
@@ -183,14 +184,33 @@ def test_decode_reaches_blocks_past_2_to_the_31_elements(
 
 
 @pytest.mark.gpu
-def test_decode_is_bit_equal_every_time(generator: torch.Generator) -> None:
+@pytest.mark.parametrize("settled", [False, True])
+def test_decode_is_bit_equal_every_time(settled: bool, generator: torch.Generator) -> None:
     shape = Shape(heads=32, kv_heads=8, head_size=128, dtype=torch.bfloat16)
-    case = PagedCase(shape, [1] * 40, list(range(10, 4010, 100)), generator)
-    plan = _plan(case)
-    _run(case, plan)
-    first = case.out.clone()
-    for _ in range(200):
-        case.out.fill_(float("nan"))
+    cases = [
+        PagedCase(shape, [1] * 40, seq_lens, generator)
+        for seq_lens in (list(range(10, 4010, 100)), list(range(4000, 0, -100)))
+    ]
+    plan = _plan(cases[0])
+    first: list[torch.Tensor] = []
+    for case in cases:
         plan_decode(plan, case.query_start_loc, case.seq_lens)
         _run(case, plan)
-        assert torch.equal(case.out, first)
+        case.check(case.tokens(single=True))
+        first.append(case.out.clone())
+    for step in range(200):
+        # Another step's plan lay there before.
+        case = cases[step % 2]
+        plan_decode(plan, case.query_start_loc, case.seq_lens)
+        case.out.fill_(float("nan"))
+        _run(case, plan, settled=settled)
+        assert torch.equal(case.out, first[step % 2])
+
+
+def test_a_head_of_nans_spoils_its_own_request_only(generator: torch.Generator) -> None:
+    case = PagedCase(Shape(), [1, 1, 1], [70, 33, 50], generator)
+    block = int(case.block_table[1, 0])
+    case.value_cache[block, 0, 0] = float("nan")
+    _run(case, _plan(case, num_programs=2, tile=32))
+    spoiled = case.out.isnan().flatten(1).any(1)
+    assert spoiled.tolist() == [False, True, False]
