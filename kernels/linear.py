@@ -13,27 +13,49 @@ kernel splits K over programs, so results do not depend on timing.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.launch import let_next_start, pdl_options, wait_for_previous
+from kernels.silu_mul import silu_mul, silu_times
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MAX_GEMV_ROWS = 4
-MAX_SKINNY_ROWS = 64
-MAX_OWN_ROWS = 32  # above, the library is faster everywhere
+MAX_SKINNY_ROWS = 128
+MAX_OWN_ROWS = 32  # above, the library is faster but for some gated products
 
 _NARROW = 2048  # output columns: fewer leave too few programs for tall tiles
-_WIDE = 16384  # output columns: from here on the library reads weights at full speed
+# Output columns from which on the library reads weights at full speed: with few rows in a
+# vocabulary only, with more of them, which every program reads, in a wide layer already.
+_WIDE = 65536
+_WIDE_WITH_ROWS = 16384
+_FEW_ROWS = 16
+_LARGE = 1 << 24  # weights
+
+
+@triton.jit
+def _columns(out_features, OUT_TILE: tl.constexpr, GATED: tl.constexpr):
+    """This program's output column and row of the weight for each row of its tile."""
+    index = tl.arange(0, OUT_TILE)
+    if GATED:
+        # Half of the tile are gates, the other half what they are multiplied with.
+        half: tl.constexpr = OUT_TILE // 2
+        column = tl.program_id(0) * half + index % half
+        return column, column + (index // half) * out_features
+    column = tl.program_id(0) * OUT_TILE + index
+    return column, column
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gemv_kernel(
     x_ptr,  # [num_rows, in_features]
-    weight_ptr,  # [out_features, in_features], contiguous
-    bias_ptr,  # [out_features]; read only if HAS_BIAS
+    weight_ptr,  # [out_features, in_features], contiguous; twice as many rows if GATED
+    bias_ptr,  # one for each row of the weight; read only if HAS_BIAS
     out_ptr,  # [num_rows, out_features], output
     num_rows,
     in_features,
@@ -41,16 +63,17 @@ def _gemv_kernel(
     x_stride,  # elements between two rows
     out_stride,
     HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
     ROWS: tl.constexpr,  # power of two >= num_rows
-    OUT_TILE: tl.constexpr,  # output columns per program
+    OUT_TILE: tl.constexpr,  # rows of the weight per program
     IN_TILE: tl.constexpr,  # input columns per iteration
     PDL: tl.constexpr,
 ):
-    column = tl.program_id(0) * OUT_TILE + tl.arange(0, OUT_TILE)
+    column, weight_row = _columns(out_features, OUT_TILE, GATED)
     k = tl.arange(0, IN_TILE)
     row = tl.arange(0, ROWS)
-    # int64: column * in_features passes 2**31 elements with a large vocabulary.
-    weight_row_ptr = weight_ptr + column.to(tl.int64)[:, None] * in_features
+    # int64: weight_row * in_features passes 2**31 elements with a large vocabulary.
+    weight_row_ptr = weight_ptr + weight_row.to(tl.int64)[:, None] * in_features
     is_column = (column < out_features)[:, None]
     # Weights never change: they are on their way before the kernels ahead have ended.
     mask = is_column & (k < in_features)[None, :]
@@ -70,21 +93,23 @@ def _gemv_kernel(
         acc += x[:, None, :] * weight.to(tl.float32)[None, :, :]
     result = tl.sum(acc, 2)
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + column, mask=column < out_features, other=0.0)
+        bias = tl.load(bias_ptr + weight_row, mask=column < out_features, other=0.0)
         result += bias.to(tl.float32)[None, :]
+    result = result.to(out_ptr.dtype.element_ty)
+    if GATED:
+        half: tl.constexpr = OUT_TILE // 2
+        gate, up = tl.split(tl.permute(tl.reshape(result, (ROWS, 2, half)), (0, 2, 1)))
+        result = silu_times(gate, up)
+        column = tl.program_id(0) * half + tl.arange(0, half)
     out_mask = (row < num_rows)[:, None] & (column < out_features)[None, :]
-    tl.store(
-        out_ptr + row[:, None] * out_stride + column[None, :],
-        result.to(out_ptr.dtype.element_ty),
-        mask=out_mask,
-    )
+    tl.store(out_ptr + row[:, None] * out_stride + column[None, :], result, mask=out_mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _skinny_kernel(
     x_ptr,  # [num_rows, in_features]
-    weight_ptr,  # [out_features, in_features], contiguous
-    bias_ptr,  # [out_features]; read only if HAS_BIAS
+    weight_ptr,  # [out_features, in_features], contiguous; twice as many rows if GATED
+    bias_ptr,  # one for each row of the weight; read only if HAS_BIAS
     out_ptr,  # [num_rows, out_features], output
     num_rows,
     in_features,
@@ -92,6 +117,7 @@ def _skinny_kernel(
     x_stride,  # elements between two rows
     out_stride,
     HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
     ROWS: tl.constexpr,  # power of two >= num_rows, at least 16
     OUT_TILE: tl.constexpr,
     IN_TILE: tl.constexpr,
@@ -99,12 +125,12 @@ def _skinny_kernel(
     PDL: tl.constexpr,
 ):
     # The weights are the tall operand: a tile of them fills a tensor core where few rows would not.
+    column, weight_row = _columns(out_features, OUT_TILE, GATED)
+    row = tl.arange(0, ROWS)
+    # int64: weight_row * in_features passes 2**31 elements with a large vocabulary.
+    weight_row_ptr = weight_ptr + weight_row.to(tl.int64)[:, None] * in_features
     wait_for_previous(PDL)
     let_next_start(PDL)
-    column = tl.program_id(0) * OUT_TILE + tl.arange(0, OUT_TILE)
-    row = tl.arange(0, ROWS)
-    # int64: column * in_features passes 2**31 elements with a large vocabulary.
-    weight_row_ptr = weight_ptr + column.to(tl.int64)[:, None] * in_features
     x_row_ptr = x_ptr + row[:, None] * x_stride
     is_column = (column < out_features)[:, None]
     is_row = (row < num_rows)[:, None]
@@ -116,13 +142,16 @@ def _skinny_kernel(
         x = tl.load(x_row_ptr + k[None, :], mask=is_row & is_k, other=0.0)
         acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + column, mask=column < out_features, other=0.0)
+        bias = tl.load(bias_ptr + weight_row, mask=column < out_features, other=0.0)
         acc += bias.to(tl.float32)[:, None]
-    tl.store(
-        out_ptr + row[None, :] * out_stride + column[:, None],
-        acc.to(out_ptr.dtype.element_ty),
-        mask=is_column & (row < num_rows)[None, :],
-    )
+    result = acc.to(out_ptr.dtype.element_ty)
+    if GATED:
+        half: tl.constexpr = OUT_TILE // 2
+        gate, up = tl.split(tl.permute(tl.reshape(result, (2, half, ROWS)), (1, 2, 0)))
+        result = silu_times(gate, up)
+        column = tl.program_id(0) * half + tl.arange(0, half)
+    out_mask = (column < out_features)[:, None] & (row < num_rows)[None, :]
+    tl.store(out_ptr + row[None, :] * out_stride + column[:, None], result, mask=out_mask)
 
 
 class LinearCut(NamedTuple):
@@ -140,11 +169,13 @@ def gemv(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     cut: LinearCut,
+    *,
+    gated: bool = False,
 ) -> None:
-    """Launch the kernel for at most `MAX_GEMV_ROWS` rows; see `linear`."""
+    """Launch the kernel for at most `MAX_GEMV_ROWS` rows; see `linear` and `gated_linear`."""
     num_rows, in_features = x.shape
-    out_features = weight.shape[0]
-    _gemv_kernel[(triton.cdiv(out_features, cut.out_tile),)](
+    out_features = out.shape[1]
+    _gemv_kernel[(triton.cdiv(weight.shape[0], cut.out_tile),)](
         x,
         weight,
         weight if bias is None else bias,
@@ -155,6 +186,7 @@ def gemv(
         x.stride(0),
         out.stride(0),
         HAS_BIAS=bias is not None,
+        GATED=gated,
         ROWS=triton.next_power_of_2(num_rows),
         OUT_TILE=cut.out_tile,
         IN_TILE=cut.in_tile,
@@ -169,11 +201,13 @@ def skinny(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     cut: LinearCut,
+    *,
+    gated: bool = False,
 ) -> None:
-    """Launch the kernel for at most `MAX_SKINNY_ROWS` rows; see `linear`."""
+    """Launch the kernel for at most `MAX_SKINNY_ROWS` rows; see `linear` and `gated_linear`."""
     num_rows, in_features = x.shape
-    out_features = weight.shape[0]
-    _skinny_kernel[(triton.cdiv(out_features, cut.out_tile),)](
+    out_features = out.shape[1]
+    _skinny_kernel[(triton.cdiv(weight.shape[0], cut.out_tile),)](
         x,
         weight,
         weight if bias is None else bias,
@@ -184,6 +218,7 @@ def skinny(
         x.stride(0),
         out.stride(0),
         HAS_BIAS=bias is not None,
+        GATED=gated,
         ROWS=max(16, triton.next_power_of_2(num_rows)),
         OUT_TILE=cut.out_tile,
         IN_TILE=cut.in_tile,
@@ -193,12 +228,23 @@ def skinny(
     )
 
 
-def linear_cut(num_rows: int, out_features: int, in_features: int) -> LinearCut | None:
+def linear_cut(
+    num_rows: int, out_features: int, in_features: int, *, gated: bool = False
+) -> LinearCut | None:
     """How to cut a product; None: the library does it as well.
 
-    Measured on an H200 in bf16 with the matrices of Qwen3-0.6B and Llama-3.1-8B, 1 to 64 rows.
+    Measured on an H200 in bf16 within decode steps of Qwen3-0.6B and Llama-3.1-8B: alone, products
+    look different. A kernel starts while the one ahead of it ends, on the multiprocessors that are
+    free by then. Small programs would pile up on those; programs whose stages take more than half
+    of the shared memory lie one on each, which is worth a tenth of a step of few rows.
     """
-    if num_rows > MAX_OWN_ROWS or out_features > _WIDE:
+    if gated and MAX_OWN_ROWS < num_rows <= MAX_SKINNY_ROWS:
+        # One launch less makes up for rows read again and again, while the matrix is small.
+        if 4096 < out_features <= _WIDE_WITH_ROWS and out_features * in_features < _LARGE:
+            return LinearCut(64, 128, 4, 5 if num_rows <= 64 else 4)
+        return None
+    is_few = num_rows <= _FEW_ROWS
+    if num_rows > MAX_OWN_ROWS or out_features > (_WIDE if is_few else _WIDE_WITH_ROWS):
         return None
     if num_rows <= MAX_GEMV_ROWS and out_features < _NARROW:
         if num_rows > 2:
@@ -210,7 +256,7 @@ def linear_cut(num_rows: int, out_features: int, in_features: int) -> LinearCut 
     if out_features < _NARROW:
         return LinearCut(16, 512, 4, 3)
     if out_features <= 4096:
-        return LinearCut(32, 256, 4, 4)
+        return LinearCut(32, 256, 4, 7 if is_few else 6)
     return LinearCut(64, 128, 4, 5)
 
 
@@ -250,10 +296,49 @@ def linear(
         return out
     cut = linear_cut(num_rows, out_features, in_features) if x.dtype.itemsize == 2 else None
     if cut is not None:
-        # Only the skinny kernel's cuts have stages.
-        launch = skinny if cut.num_stages else gemv
-        launch(x, weight, bias, out, cut)
+        _launcher(cut)(x, weight, bias, out, cut)
         return out
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def gated_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """What `silu_mul` gives of `linear`'s result, with few rows in one launch.
+
+    Args:
+        x: As of `linear`.
+        weight: [2 * size, in_features]: the gates, then what they are multiplied with.
+        bias: [2 * size] or None.
+        out: [num_rows, size], last dimension contiguous, dtype of x; not x.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape does not match.
+    """
+    num_rows, in_features = x.shape
+    if out.shape[1] * 2 != weight.shape[0]:
+        raise ValueError(f"weight {tuple(weight.shape)} does not fit out {tuple(out.shape)}")
+    cut = None
+    if x.dtype.itemsize == 2:
+        cut = linear_cut(num_rows, weight.shape[0], in_features, gated=True)
+    if cut is None or num_rows == 0:
+        product = linear(x, weight, bias, out=x.new_empty(num_rows, weight.shape[0]))
+        return silu_mul(product, out=out)
+    if weight.shape[1] != in_features or out.shape[0] != num_rows:
+        raise ValueError(f"x {tuple(x.shape)}, weight and out {tuple(out.shape)} do not fit")
+    _launcher(cut)(x, weight, bias, out, cut, gated=True)
+    return out
+
+
+def _launcher(cut: LinearCut) -> Callable[..., None]:
+    # Only the skinny kernel's cuts have stages.
+    return skinny if cut.num_stages else gemv

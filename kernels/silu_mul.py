@@ -21,6 +21,14 @@ _TILE = 1024  # elements per program
 
 
 @triton.jit
+def silu_times(gate, up):
+    """SiLU of `gate` times `up`, each step rounded to their dtype as it is without fusion."""
+    plain = gate.to(tl.float32)
+    active = (plain / (1 + tl.exp(-plain))).to(gate.dtype)
+    return (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
 def _silu_mul_kernel(
     gate_up_ptr,  # [num_tokens, 2 * size]
     out_ptr,  # [num_tokens, size], output
@@ -38,10 +46,7 @@ def _silu_mul_kernel(
     mask = column < SIZE
     gate = tl.load(gate_up_ptr + token * gate_up_stride + column, mask=mask, other=0.0)
     up = tl.load(gate_up_ptr + token * gate_up_stride + SIZE + column, mask=mask, other=0.0)
-    plain = gate.to(tl.float32)
-    active = (plain / (1 + tl.exp(-plain))).to(gate.dtype)
-    product = (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
-    tl.store(out_ptr + token * out_stride + column, product, mask=mask)
+    tl.store(out_ptr + token * out_stride + column, silu_times(gate, up), mask=mask)
 
 
 def silu_mul(gate_up: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:

@@ -13,12 +13,12 @@ import torch
 
 from kernels.rms_norm import rms_norm
 from kernels.rotary_and_cache import rotary_and_cache
-from kernels.silu_mul import silu_mul
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from data_plane.attention.base import AttentionBackend, AttentionMetadata
+    from data_plane.attention.base import AttentionMetadata
+    from data_plane.attention.triton_backend import TritonAttention
     from data_plane.models.llama import LlamaModel
 
 
@@ -27,7 +27,7 @@ def forward_hidden(
     token_ids: torch.Tensor,
     positions: torch.Tensor,
     kv_caches: Sequence[torch.Tensor],
-    backend: AttentionBackend,
+    backend: TritonAttention,
     metadata: AttentionMetadata,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -54,11 +54,10 @@ def forward_hidden(
             eps=eps,
             query=query,
         )
-        backend.forward(query, kv_cache, metadata, attended)
+        backend.forward(query, kv_cache, metadata, attended, settled=True)
         product = layer.out(attended.view(num_tokens, -1))
         rms_norm(product, layer.mlp_norm, eps=eps, residual=residual, out=normed)
-        silu_mul(layer.gate_up(normed), out=activated)
-        product = layer.down(activated)
+        product = layer.down(layer.gate_up.gated(normed, out=activated))
         if index + 1 < len(layers):
             next_norm = layers[index + 1].input_norm
             rms_norm(product, next_norm, eps=eps, residual=residual, out=normed)

@@ -4,7 +4,15 @@ import pytest
 import torch
 from paged_case import assert_no_worse_than_torch
 
-from kernels.linear import MAX_GEMV_ROWS, MAX_SKINNY_ROWS, LinearCut, gemv, linear, skinny
+from kernels.linear import (
+    MAX_GEMV_ROWS,
+    MAX_SKINNY_ROWS,
+    LinearCut,
+    gated_linear,
+    gemv,
+    linear,
+    skinny,
+)
 
 POISON = -7.0
 
@@ -52,13 +60,57 @@ def test_gemv_equals_the_plain_product(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("num_rows", [5, 17, 64])
+@pytest.mark.parametrize("num_rows", [5, 17, 64, 128])
 def test_skinny_product_equals_the_plain_one(
     num_rows: int, bias: bool, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     x, weight, b, memory = _case(num_rows, 21, 100, dtype, generator, bias=bias)
     skinny(x, weight, b, memory[1:-1, 8:-8], LinearCut(16, 32, 4, 2))
     _check(x, weight, b, memory)
+
+
+def _check_gated(x, weight, bias, memory) -> None:
+    def gated(y: torch.Tensor) -> torch.Tensor:
+        gate, up = y.chunk(2, dim=1)
+        return torch.nn.functional.silu(gate) * up
+
+    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    plain = gated(torch.nn.functional.linear(x, weight, bias))
+    assert_no_worse_than_torch(memory[1:-1, 8:-8], plain, gated(exact))
+    guards = torch.cat([memory[0], memory[-1], memory[:, :8].flatten(), memory[:, -8:].flatten()])
+    assert (guards == POISON).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 3, 17])
+def test_gated_product_equals_the_plain_one(
+    num_rows: int, bias: bool, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    x, weight, b, memory = _case(num_rows, 42, 100, dtype, generator, bias=bias)
+    memory = memory[:, :37].clone()
+    if num_rows <= MAX_GEMV_ROWS:
+        gemv(x, weight, b, memory[1:-1, 8:-8], LinearCut(4, 32, 4), gated=True)
+    else:
+        skinny(x, weight, b, memory[1:-1, 8:-8], LinearCut(16, 32, 4, 2), gated=True)
+    _check_gated(x, weight, b, memory)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 5, MAX_SKINNY_ROWS + 1])
+def test_gated_linear_serves_any_number_of_rows(num_rows: int, generator: torch.Generator) -> None:
+    x, weight, b, memory = _case(num_rows, 66, 64, torch.float16, generator, bias=True)
+    memory = memory[:, :49].clone()
+    gated_linear(x, weight, b, out=memory[1:-1, 8:-8])
+    if num_rows:
+        _check_gated(x, weight, b, memory)
+
+
+def test_gated_linear_refuses_what_does_not_fit(generator: torch.Generator) -> None:
+    x, weight, _, memory = _case(2, 8, 16, torch.float16, generator, bias=False)
+    with pytest.raises(ValueError, match="does not fit out"):
+        gated_linear(x, weight, out=memory[1:-1, 8:-8])
+    with pytest.raises(ValueError, match="do not fit"):
+        gated_linear(x, weight, out=memory[:1, :4])
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5, MAX_SKINNY_ROWS + 1])
@@ -97,6 +149,23 @@ def test_linear_on_the_gpu(
     x, weight, b, memory = _case(num_rows, out_features, in_features, dtype, generator, bias=bias)
     linear(x, weight, b, out=memory[1:-1, 8:-8])
     _check(x, weight, b, memory)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 5, 16, 32, 33, 65, 129])
+@pytest.mark.parametrize(("size", "in_features"), [(3072, 1024), (1536, 576), (14336, 4096)])
+def test_gated_linear_on_the_gpu(
+    size: int,
+    in_features: int,
+    num_rows: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> None:
+    x, weight, b, _ = _case(num_rows, 2 * size, in_features, dtype, generator, bias=True)
+    memory = torch.full((num_rows + 2, size + 16), POISON, dtype=dtype, device=x.device)
+    gated_linear(x, weight, b, out=memory[1:-1, 8:-8])
+    _check_gated(x, weight, b, memory)
 
 
 @pytest.mark.gpu
