@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from data_plane.row_state import RowState
     from data_plane.step_work import Int32Array, StepWork
 
-# Requests of a mixed step are padded to this many, or to all rows.
+# Requests of a mixed step, and those of them that have several tokens, are padded to this many, or
+# to all rows.
 _FEW_REQS = 8
 # Uncaptured steps are padded too, so that no size is the first of its kind for a compiler.
 _TOKEN_STEP = 16
@@ -44,11 +45,20 @@ _TOKEN_STEP = 16
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Sizes of a body: padded tokens and requests; a decode has one token per request."""
+    """Sizes of a body: padded tokens and requests; a decode has one token per request.
+
+    `num_prefills` is no less than the number of requests that have several tokens: room for their
+    tiles of queries. Attention would drop what does not fit.
+    """
 
     num_tokens: int
     num_reqs: int
-    is_decode: bool
+    num_prefills: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the device knows all of its inputs but the rows."""
+        return self.num_prefills == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +178,8 @@ class ResidentSteps:
         """The parts that need the most memory, for each kind of kernel."""
         rows = self._row_buckets[-1]
         return [
-            *(Body(self.max_num_tokens, reqs, is_decode=False) for reqs in self._req_buckets[::-1]),
-            Body(rows, rows, is_decode=True),
+            *(Body(self.max_num_tokens, reqs, reqs) for reqs in self._req_buckets[::-1]),
+            Body(rows, rows, 0),
             Head(rows, is_full=True),
             Head(rows, is_full=False),
         ]
@@ -177,13 +187,15 @@ class ResidentSteps:
     def captured_parts(self) -> list[Body | Head]:
         """What `warm_up` captures, in order of memory, largest first."""
         bodies: list[Body | Head] = [
-            Body(tokens, reqs, is_decode=False)
+            Body(tokens, reqs, prefills)
             for tokens in self._token_buckets[::-1]
             for reqs in self._req_buckets[::-1]
+            for prefills in self._req_buckets[::-1]
+            if prefills <= reqs
         ]
         sizes = self._row_buckets[::-1]
         heads = [Head(size, is_full) for is_full in (True, False) for size in sizes]
-        return [*heads, *bodies, *(Body(size, size, is_decode=True) for size in sizes)]
+        return [*heads, *bodies, *(Body(size, size, 0) for size in sizes)]
 
     def capture(self, part: Body | Head, kv_caches: list[torch.Tensor]) -> None:
         """Make a graph of a part, run over padding."""
@@ -217,7 +229,7 @@ class ResidentSteps:
             if self._decode_rows is None or not np.array_equal(rows, self._decode_rows):
                 self._staging.upload(rows)
                 self._decode_rows = rows
-            return Body(size, size, is_decode=True)
+            return Body(size, size, 0)
         self._decode_rows = None
         size = _bucket(self._req_buckets, num_reqs)
         num_new = work.num_new_tokens
@@ -238,7 +250,8 @@ class ResidentSteps:
             query_start_loc,
             known,
         )
-        return Body(known.size, size, is_decode=False)
+        num_prefills = self._padded_prefills(int((num_new > 1).sum()), known.size)
+        return Body(known.size, size, min(num_prefills, size))
 
     def _pad(self, part: Body | Head) -> None:
         """Make the inputs of a part padding alone: rows that are not active, no tokens."""
@@ -293,7 +306,7 @@ class ResidentSteps:
             positions=positions,
             max_query_len=1 if body.is_decode else num_tokens,
             max_seq_len=self._max_model_len,
-            max_prefill_reqs=num_reqs,
+            max_prefill_reqs=body.num_prefills,
             num_tokens=num_tokens,
             query_start_loc_host=self._on_host(query_start_loc),
             seq_lens_host=self._on_host(seq_lens),
@@ -320,6 +333,12 @@ class ResidentSteps:
         if self._token_buckets and num_tokens <= self._token_buckets[-1]:
             return _bucket(self._token_buckets, num_tokens)
         return -(-num_tokens // _TOKEN_STEP) * _TOKEN_STEP
+
+    def _padded_prefills(self, num_prefills: int, num_tokens: int) -> int:
+        # At least one: a step that is not a decode may have no request with several tokens.
+        if num_tokens in self._token_buckets:
+            return _bucket(self._req_buckets, num_prefills)
+        return max(1, -(-num_prefills // _FEW_REQS)) * _FEW_REQS
 
     def _on_host(self, tensor: torch.Tensor) -> Int32Array:
         # A backend that plans with host copies can serve here on the CPU only, where they are the

@@ -30,7 +30,7 @@ def break_down(runner: ModelRunner, batches: list[int], context: int) -> list[di
 
 def _one(runner: ModelRunner, steps: ResidentSteps, batch: int, context: int) -> dict[str, Any]:
     _occupy(runner, batch, context)
-    body, head = Body(batch, batch, is_decode=True), Head(batch, is_full=False)
+    body, head = Body(batch, batch, 0), Head(batch, is_full=False)
     caches = runner._kv_caches
     device = runner.device
     graphs = GraphSet(device)
