@@ -110,6 +110,7 @@ class Paged:
             device=DEVICE,
         )
         plan_decode(plan, self.query_start_loc, self.seq_lens)
+        torch.cuda.synchronize()  # the plan is settled
         return lambda i: paged_attention(
             self.query,
             self.query_start_loc,
@@ -119,7 +120,7 @@ class Paged:
             self.seq_lens,
             plan,
             scale=SCALE,
-            settled=True,  # as in all layers of a step
+            settled=True,
             out=self.out,
         )
 
