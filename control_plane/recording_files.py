@@ -188,7 +188,7 @@ class ReplicaFiles:
                 result = record.received.step_result
                 # Anything else is left over from before a Reset, or will be answered with one.
                 if stream.is_known and stream.rows.next_result == (result.version, result.step):
-                    stream.rows.take(result)
+                    stream.rows.confirm(result)
             elif event == "stream_ended":
                 self._stream = None
         except RecordingError as error:
