@@ -13,7 +13,7 @@ import asyncio
 import math
 import secrets
 import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from control_plane.metrics import Metrics
     from control_plane.output_processor import OutputChunk
     from control_plane.request_builder import BuiltRequest, RequestBuilder
+    from control_plane.stream_pace import StreamPace
     from control_plane.token_stream import StreamNews, TokenStream
 
 _MAX_HELD_BYTES = 512 << 20
@@ -62,6 +63,7 @@ class GenerationService:
         cluster: Cluster,
         builder: RequestBuilder,
         metrics: Metrics,
+        pace: StreamPace,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -71,6 +73,7 @@ class GenerationService:
             cluster: Where requests run.
             builder: Checks and tokenizes.
             metrics: Counts requests and latencies.
+            pace: Of streams whose clients leave it open.
             clock: Monotonic seconds, as a client counts them.
         """
         self._cluster = cluster
@@ -78,6 +81,7 @@ class GenerationService:
         self._metrics = metrics
         self._clock = clock
         self._live = LiveRequests()
+        self._pace = pace
         self._held_bytes = 0
 
     @asynccontextmanager
@@ -130,6 +134,7 @@ class GenerationService:
                     claim,
                     self._cluster,
                     self._metrics,
+                    self._pace,
                     started,
                     self._clock,
                 )
@@ -179,6 +184,7 @@ class Generation:
         claim: Claim,
         cluster: Cluster,
         metrics: Metrics,
+        pace: StreamPace,
         started: float,
         clock: Callable[[], float],
     ) -> None:
@@ -189,10 +195,15 @@ class Generation:
         self._claim = claim
         self._cluster = cluster
         self._metrics = metrics
+        self._pace = pace
         self._started = started
         self._clock = clock
         self._last_token_at: float | None = None
         self._finish_reasons: list[FinishReason] = []
+        self._num_open = sum(
+            not processor.is_finished and index not in built.ended
+            for index, processor in enumerate(built.processors)
+        )
 
     def usage(self) -> inference_pb2.Usage:
         """What it cost; final once `updates` has ended."""
@@ -217,35 +228,36 @@ class Generation:
         for index, chunk in self._built.ended.items():
             if chunk is not None:
                 self._add(index, chunk, updates)
-        interval_s = self._built.flush_interval_s
-        flush_at = 0.0  # the first token is never held back
-        while not self.is_finished and self._stream is not None:
-            try:
-                news = await self._read(self._stream, math.inf if gather else flush_at)
-            except ServingError:
-                if updates and not gather:
+        with nullcontext() if gather else self._pace.open():
+            flush_at = 0.0  # the first token is never held back
+            while not self.is_finished and self._stream is not None:
+                try:
+                    news = await self._read(self._stream, math.inf if gather else flush_at)
+                except ServingError:
+                    if updates and not gather:
+                        yield list(updates.values())
+                    raise
+                self._process(news, updates)
+                if news.ended and not self.is_finished:
+                    raise InvariantError(f"stream ended with open sequences: {self._built.request}")
+                if not updates or gather or self.is_finished:
+                    continue
+                now = self._clock()
+                if now >= flush_at:
                     yield list(updates.values())
-                raise
-            self._process(news, updates)
-            if news.ended and not self.is_finished:
-                raise InvariantError(f"stream ended with open sequences: {self._built.request}")
-            if not updates or gather or self.is_finished:
-                continue
-            now = self._clock()
-            if now >= flush_at:
-                yield list(updates.values())
-                updates = {}
-                flush_at = now + interval_s if interval_s else 0.0
+                    updates = {}
+                    flush_at = now + self._interval_s()
         if updates:
             yield list(updates.values())
+
+    def _interval_s(self) -> float:
+        wish_s = self._built.flush_interval_s
+        return self._pace.interval_s() if wish_s is None else wish_s
 
     @property
     def is_finished(self) -> bool:
         """Whether every sequence has ended; what `updates` yields then is the last."""
-        return all(
-            processor.is_finished or index in self._built.ended
-            for index, processor in enumerate(self._built.processors)
-        )
+        return self._num_open == 0
 
     async def _read(self, stream: TokenStream, until: float) -> StreamNews:
         """What came by then or with the end of a sequence; at least one token if that is past.
@@ -286,6 +298,7 @@ class Generation:
             before = processor.num_tokens
             chunk = processor.process(entry.token_ids, entry.finish_reason)
             num_tokens += processor.num_tokens - before
+            self._num_open -= processor.is_finished
             if chunk.stop_string is not None and entry.finish_reason is None:
                 self._cluster.finish(
                     request.sequences[entry.index], processor.num_tokens, FinishReason.STOP

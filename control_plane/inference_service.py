@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
-from control_plane.call_errors import CallGuard, write
+from control_plane.call_errors import CallGuard
 from control_plane.errors import InvalidRequestError, ServingError, SlowClientError
 from control_plane.generate_batch import BatchCall
 from control_plane.message_decoding import MessageDecoder
 from control_plane.prompt_encoder import encode_prompt
 from control_plane.request_checks import checked_ids
 from control_plane.responses import to_outputs, to_stats
+from control_plane.stream_writer import StreamWriter
 from protos.pagewire.v1 import inference_pb2
 
 if TYPE_CHECKING:
@@ -155,21 +156,22 @@ class InferenceService:
         async with self._generations.admit(
             message, timeout_s=context.time_remaining(), principal=self._principal(context)
         ) as generation:
-            # At once, before any token: a client can resume from here on.
-            response = inference_pb2.GenerateResponse(
-                request_id=generation.request_id, seed=generation.seed
-            )
-            await self._write(context, response)
-            is_complete = False
-            async with aclosing(generation.updates()) as all_updates:
+            writer = StreamWriter(context, limit_s=self._limits.write_timeout_s)
+            async with writer, aclosing(generation.updates()) as all_updates:
+                # At once, before any token: a client can resume from here on.
+                await writer.write(
+                    inference_pb2.GenerateResponse(
+                        request_id=generation.request_id, seed=generation.seed
+                    )
+                )
+                is_complete = False
                 async for updates in all_updates:
                     response = inference_pb2.GenerateResponse(outputs=to_outputs(updates))
                     if is_complete := generation.is_finished:
                         response.usage.CopyFrom(generation.usage())
-                    await self._write(context, response)
-            if not is_complete:  # every end was known to the client
-                response = inference_pb2.GenerateResponse(usage=generation.usage())
-                await self._write(context, response)
+                    await writer.write(response)
+                if not is_complete:  # every end was known to the client
+                    await writer.write(inference_pb2.GenerateResponse(usage=generation.usage()))
 
     def _principal(self, context: Any) -> str:
         if self._tokens is None:
@@ -178,16 +180,8 @@ class InferenceService:
         return self._tokens.check(context.invocation_metadata() or ())
 
     async def _write(self, context: Any, response: Message) -> None:
-        limit_s = self._limits.write_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                await write(context, response)
-        except TimeoutError:
-            raise SlowClientError(
-                f"The client left a response unread for {limit_s:g} seconds, so its stream was "
-                "cancelled. Read faster, ask for a flush_interval, or resume the request.",
-                limit_s=f"{limit_s:g}",
-            ) from None
+        async with StreamWriter(context, limit_s=self._limits.write_timeout_s) as writer:
+            await writer.write(response)
 
     async def _generate_batch(self, context: Any) -> None:
         call = BatchCall(

@@ -47,14 +47,15 @@ class BuiltRequest:
         processors: One per sequence.
         ended: Ends that a resume brought along or reached, by sequence index; their sequences have
             nothing to generate. None: the client has that end already.
-        flush_interval_s: How long tokens may be gathered before a response is sent.
+        flush_interval_s: How long tokens may be gathered before a response is sent; None leaves it
+            to the server.
     """
 
     request: Request
     model: CatalogModel
     processors: list[OutputProcessor]
     ended: dict[int, OutputChunk | None]
-    flush_interval_s: float
+    flush_interval_s: float | None
 
 
 class RequestBuilder:

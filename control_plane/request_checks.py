@@ -111,18 +111,20 @@ def _unsupported_fields(message: inference_pb2.GenerateRequest) -> Iterator[str]
         yield "bad_words"
 
 
-def flush_interval_s(message: inference_pb2.GenerateRequest) -> float:
-    """How long tokens may be gathered, in seconds.
+def flush_interval_s(message: inference_pb2.GenerateRequest) -> float | None:
+    """How long tokens may be gathered, in seconds; None leaves it to the server.
 
     Raises:
         InvalidRequestError: It is negative or longer than a minute.
     """
+    if not message.HasField("flush_interval"):
+        return None
     interval = message.flush_interval
     seconds = interval.seconds + interval.nanos / 1e9
     if not 0 <= seconds <= MAX_FLUSH_INTERVAL_S:
         raise InvalidRequestError(
             f"flush_interval must be in [0, {MAX_FLUSH_INTERVAL_S:g}] seconds, got {seconds:g}. "
-            "Leave it unset to get every step's tokens at once.",
+            "Set 0 to get every step's tokens at once, or leave it unset.",
             field="flush_interval",
             value=f"{seconds:g}",
             limit=f"[0, {MAX_FLUSH_INTERVAL_S:g}]",

@@ -29,6 +29,7 @@ from control_plane.port_security import PortSecurity
 from control_plane.prefix_store import open_prefix_store
 from control_plane.recording import Recorder
 from control_plane.request_builder import RequestBuilder
+from control_plane.stream_pace import StreamPace
 from control_plane.tokenizer import EncodingPool
 from control_plane.worker_service import WORKER_SERVER_OPTIONS, WorkerService
 from protos.pagewire.v1 import worker_pb2_grpc
@@ -88,10 +89,11 @@ class ControlPlane:
             max_n=config.max_n,
             enforce_cache_salt=security.enforce_cache_salt,
         )
+        self.pace = StreamPace()
         self._inference = InferenceService(
             catalog=catalog,
             cluster=self.cluster,
-            generations=GenerationService(self.cluster, builder, self.metrics),
+            generations=GenerationService(self.cluster, builder, self.metrics, self.pace),
             pool=self._pool,
             metrics=self.metrics,
             limits=config.limits,

@@ -163,8 +163,9 @@ class TokenStream:
         return StreamNews(news, ended=self.closed and self._error is None)
 
     def _has_news(self) -> bool:
-        return (
-            self.closed
-            or bool(self._ends)
-            or any(len(s.output_token_ids) > p for s, p in self._positions.items())
-        )
+        if self.closed or self._ends:
+            return True
+        for sequence, position in self._positions.items():
+            if len(sequence.output_token_ids) > position:
+                return True
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
@@ -160,6 +161,19 @@ async def test_a_flush_interval_makes_fewer_responses_of_the_same_text(api: Api)
     assert joined(flushed) == joined(every_step)
     # Id and seed, the first token at once, and all the others at the end.
     assert len(flushed) <= 4 < len(every_step)
+
+
+async def test_among_many_streams_one_gets_fewer_responses_unless_it_asks_for_every_step(
+    api: Api,
+) -> None:
+    options = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    with ExitStack() as others:
+        for _ in range(5000):
+            others.enter_context(api.control_plane.pace.open())
+        left_open = await api.generate(build_request([3, 4], options))
+        every_step = await api.generate(build_request([3, 4], {**options, "flush_interval_s": 0.0}))
+    assert joined(left_open) == joined(every_step)
+    assert len(left_open) < len(every_step) == 201
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5, 17, 39])
