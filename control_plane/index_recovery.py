@@ -2,8 +2,8 @@
 
 Other plans than ours may have reached the worker: those of an earlier control plane, whose entries
 the store remembers, or of another one that had it for a while. Its generations say which. An entry
-counts only if the worker's generation of its block is the entry's: then no later plan handed the
-block out, so nothing was written there since.
+counts only if the generation of its block is the entry's on every rank: then no later plan handed
+the block out, so nothing was written there since, in any rank's part of it.
 
 Owns: the reading of Generations, which entries are taken over or forgotten, and how long plans wait
 for that. Does not know: the store, streams, clocks (time is an argument).
@@ -20,6 +20,8 @@ from control_plane.plan import malformed
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from numpy.typing import NDArray
+
     from control_plane.block_pool import BlockPool
     from control_plane.request import BlockHash, BlockId, Version
     from protos.pagewire.v1 import worker_pb2
@@ -27,71 +29,29 @@ if TYPE_CHECKING:
     Entries = Mapping[BlockId, tuple[BlockHash, Version]]
 
 _GENERATION = np.dtype("<i8")
+# Of a block on which the ranks disagree: the generation of no entry.
+_DISAGREED = -1
 
 
-class IndexRecovery:
-    """One stream's check of the index. Made before the stream's first plan.
+class _RankGenerations:
+    """What one rank says about its blocks, chunk by chunk."""
 
-    Plans are held back until all is checked, but no longer than `hold_until`. Entries that come
-    later are still taken over where the stream's plans have not handed their block out: the worker
-    sent its generations as they were before any of those plans.
-
-    Attributes:
-        num_adopted: Entries of the store that were taken over.
-        num_refused: Entries that were contradicted, or could not be checked in time.
-        is_complete: All Generations have arrived.
-    """
-
-    def __init__(
-        self,
-        pool: BlockPool,
-        *,
-        applied_version: int,
-        hold_until: float,
-        stored: Entries | None,
-    ) -> None:
-        """Begin to wait for Generations.
-
-        Args:
-            pool: Empty, or with the permanent entries of an earlier stream.
-            applied_version: From Hello: no generation is above it.
-            hold_until: When plans may start whatever is missing.
-            stored: What the store has to offer; None: not known yet.
-        """
-        self.num_adopted = 0
-        self.num_refused = 0
-        self.is_complete = False
-        self._pool = pool
-        self._applied_version = applied_version
-        self._hold_until = hold_until
-        self._stored = stored
-        self._has_kept = pool.num_cached_blocks > 0
-        self._hold_has_ended = False
-        self._chunks: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+    def __init__(self, num_blocks: int, applied_version: int) -> None:
+        self.values: NDArray[np.int64] = np.zeros(num_blocks, dtype=np.int64)
         self._num_read = 0
-        self._generations: list[int] = []
+        self._applied_version = applied_version
 
     @property
-    def is_settled(self) -> bool:
-        """Whether everything was checked: nothing comes after this."""
-        return self.is_complete and self._stored is not None
-
-    @property
-    def hold_until(self) -> float:
-        """Until when plans wait; in the past if there is nothing to wait for."""
-        is_waiting = self._stored is None or (
-            not self.is_complete and (self._has_kept or bool(self._stored))
-        )
-        return self._hold_until if is_waiting else float("-inf")
+    def is_complete(self) -> bool:
+        return self._num_read == self.values.size
 
     def take(self, message: worker_pb2.Generations) -> None:
-        """Read one chunk; with the last one everything known so far is checked.
+        """Read one chunk.
 
         Raises:
-            ProtocolError: MALFORMED_MESSAGE; the chunk contradicts itself, its predecessors or
-                what Hello said.
+            ProtocolError: MALFORMED_MESSAGE.
         """
-        num_blocks = self._pool.num_blocks
+        num_blocks = self.values.size
         if message.first_block_id != self._num_read:
             raise malformed(
                 "generations.first_block_id",
@@ -121,11 +81,77 @@ class IndexRecovery:
             raise malformed(
                 "generations.generations", f"the null block has generation {int(chunk[0])}"
             )
-        self._chunks.append(chunk)
+        self.values[self._num_read : end] = chunk
         self._num_read = end
-        if message.is_last:
-            self._generations = np.concatenate(self._chunks).tolist()
-            self._chunks.clear()
+
+
+class IndexRecovery:
+    """One stream's check of the index. Made before the stream's first plan.
+
+    Plans are held back until all is checked, but no longer than `hold_until`. Entries that come
+    later are still taken over where the stream's plans have not handed their block out: the worker
+    sent its generations as they were before any of those plans.
+
+    Attributes:
+        num_adopted: Entries of the store that were taken over.
+        num_refused: Entries that were contradicted, or could not be checked in time.
+        is_complete: All Generations of all ranks have arrived.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        applied_version: int,
+        hold_until: float,
+        stored: Entries | None,
+        num_ranks: int = 1,
+    ) -> None:
+        """Begin to wait for Generations.
+
+        Args:
+            pool: Empty, or with the permanent entries of an earlier stream.
+            applied_version: The highest of any rank's Hello: no generation is above it.
+            hold_until: When plans may start whatever is missing.
+            stored: What the store has to offer; None: not known yet.
+            num_ranks: How many send their Generations.
+        """
+        self.num_adopted = 0
+        self.num_refused = 0
+        self.is_complete = False
+        self._pool = pool
+        self._ranks = [_RankGenerations(pool.num_blocks, applied_version) for _ in range(num_ranks)]
+        self._hold_until = hold_until
+        self._stored = stored
+        self._has_kept = pool.num_cached_blocks > 0
+        self._hold_has_ended = False
+        self._generations: list[int] = []
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether everything was checked: nothing comes after this."""
+        return self.is_complete and self._stored is not None
+
+    @property
+    def hold_until(self) -> float:
+        """Until when plans wait; in the past if there is nothing to wait for."""
+        is_waiting = self._stored is None or (
+            not self.is_complete and (self._has_kept or bool(self._stored))
+        )
+        return self._hold_until if is_waiting else float("-inf")
+
+    def take(self, message: worker_pb2.Generations, rank: int = 0) -> None:
+        """Read one chunk; with the last one of all ranks everything known so far is checked.
+
+        Raises:
+            ProtocolError: MALFORMED_MESSAGE; the chunk contradicts itself, its predecessors or
+                what Hello said.
+        """
+        self._ranks[rank].take(message)
+        if all(one.is_complete for one in self._ranks):
+            first, *others = [one.values for one in self._ranks]
+            agreed = np.logical_and.reduce([first == other for other in others], initial=True)
+            self._generations = np.where(agreed, first, _DISAGREED).tolist()
             self.is_complete = True
             self._check_kept()
             self._adopt()

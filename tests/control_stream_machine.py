@@ -130,6 +130,9 @@ class Link:
             assert tracked.reason is None
             tracked.reason = sequence.finish_reason
 
+    def started(self, request: Request) -> None:
+        """A plan that gives it a row was sent."""
+
     def fail(self, request: Request, error: ServingError) -> None:
         assert isinstance(error, ReplayLimitError)
         self.machine.tracked[request.req_id].error = error

@@ -66,6 +66,9 @@ class Output:
         if not self.plane.is_cut_off:
             self.link.advance(update)
 
+    def started(self, request: Request) -> None:
+        """Nothing that a client would see."""
+
     def fail(self, request: Request, error: ServingError) -> None:
         if not self.plane.is_cut_off:
             self.link.fail(request, error)

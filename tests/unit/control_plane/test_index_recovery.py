@@ -78,6 +78,43 @@ def test_late_entries_are_adopted_but_for_blocks_handed_out_since() -> None:
     pool.audit()
 
 
+def test_an_entry_counts_only_if_every_rank_has_its_generation() -> None:
+    pool = BlockPool(NUM_BLOCKS)
+    stored = {1: (A, 7), 2: (B, 7), 3: (C, 9)}
+    checking = IndexRecovery(
+        pool, applied_version=APPLIED, hold_until=5.0, stored=stored, num_ranks=2
+    )
+    checking.take(chunk(0, 0, 7, 7, 9, 0, 0), rank=1)
+    assert not checking.is_complete
+    assert checking.hold_until == 5.0
+    # The other rank never applied the plan that handed out block 2, and was restarted before that
+    # of block 3.
+    checking.take(chunk(0, 0, 7, 3, is_last=False), rank=0)
+    checking.take(chunk(3, 0, 0, 0), rank=0)
+    assert checking.is_settled
+    assert pool.permanent_entries() == {1: (A, 7)}
+    assert (checking.num_adopted, checking.num_refused) == (1, 2)
+
+
+def test_what_was_kept_is_dropped_where_the_ranks_disagree() -> None:
+    pool = BlockPool(NUM_BLOCKS)
+    pool.register(pool.allocate(2, 5), [A, B], None)
+    pool.release([2, 1])
+    checking = IndexRecovery(pool, applied_version=APPLIED, hold_until=5.0, stored={}, num_ranks=2)
+    checking.take(chunk(0, 0, 5, 5, 0, 0, 0), rank=0)
+    checking.take(chunk(0, 0, 5, 6, 0, 0, 0), rank=1)
+    assert pool.permanent_entries() == {1: (A, 5)}
+
+
+def test_chunks_of_one_rank_do_not_count_for_another() -> None:
+    checking = IndexRecovery(
+        BlockPool(NUM_BLOCKS), applied_version=APPLIED, hold_until=5.0, stored={}, num_ranks=2
+    )
+    checking.take(chunk(0, 0, 7, is_last=False), rank=0)
+    with pytest.raises(ProtocolError):
+        checking.take(chunk(2, 0, 0, 0, 0), rank=1)
+
+
 def test_what_was_kept_is_checked_too() -> None:
     pool = BlockPool(NUM_BLOCKS)
     pool.register(pool.allocate(2, 5), [A, B], None)
