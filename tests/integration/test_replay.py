@@ -342,17 +342,20 @@ async def test_a_worker_of_another_model_is_refused(model: TinyModel, tmp_path: 
 async def test_a_hit_on_a_block_that_nobody_wrote_counts_as_one_from_before(
     model: TinyModel, tmp_path: Path
 ) -> None:
-    await record_fake(model, tmp_path, fake_runner(model))
+    # So many that the last ones are never handed out.
+    vocab_size = model.catalog.served.vocab_size
+    await record_fake(model, tmp_path, FakeModelRunner(num_blocks=512, vocab_size=vocab_size))
     [path] = segments(tmp_path)
 
     def alter(record: recording_pb2.Record) -> bool:
         for added in record.sent.plan.added_rows:
             if added.num_hit_blocks:
-                added.block_ids = (60).to_bytes(4, "little") + added.block_ids[4:]
+                added.block_ids = (511).to_bytes(4, "little") + added.block_ids[4:]
                 return True
         return False
 
     rewrite(path, alter)
-    summary = await replay_fake(model, tmp_path)
+    runner = FakeModelRunner(num_blocks=512, vocab_size=vocab_size)
+    summary = await replay_fake(model, tmp_path, runner)
     assert summary.difference is None
     assert summary.num_restored_blocks == 1
