@@ -7,6 +7,7 @@ that happens in between.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -76,6 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, StepError) as error:
         print(f"pagewire-worker: error: {error}", file=sys.stderr)
         return EXIT_CANNOT_START
+    # The model and its libraries stay: no collection has to walk them while steps are launched.
+    gc.collect()
+    gc.freeze()
     exit_code, has_hung_step = asyncio.run(_run(options, workers))
     if config.simulate:
         from data_plane.simulated_worker import log_counters
