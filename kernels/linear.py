@@ -243,6 +243,9 @@ def linear_cut(
         if 4096 < out_features <= _WIDE_WITH_ROWS and out_features * in_features < _LARGE:
             return LinearCut(64, 128, 4, 5 if num_rows <= 64 else 4)
         return None
+    if gated and 1 < num_rows <= MAX_GEMV_ROWS and in_features < _NARROW:
+        # The narrow product behind it has small programs: they need a kernel in between.
+        return None
     is_few = num_rows <= _FEW_ROWS
     if num_rows > MAX_OWN_ROWS or out_features > (_WIDE if is_few else _WIDE_WITH_ROWS):
         return None
@@ -254,7 +257,7 @@ def linear_cut(
     if num_rows == 1 and in_features < 4096:
         return LinearCut(8, 1024 if out_features <= 4096 else 512, 4)
     if out_features < _NARROW:
-        return LinearCut(16, 512, 4, 3)
+        return LinearCut(16, 512, 4, 6 if is_few else 4)
     if out_features <= 4096:
         return LinearCut(32, 256, 4, 7 if is_few else 6)
     return LinearCut(64, 128, 4, 5)
