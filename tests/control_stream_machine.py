@@ -101,6 +101,10 @@ class Link:
         return self.core
 
     @property
+    def is_doubtful(self) -> bool:
+        return False
+
+    @property
     def queued_tokens(self) -> int:
         return self.engine.unstarted_tokens
 
