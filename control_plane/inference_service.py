@@ -14,7 +14,12 @@ import grpc
 import grpc.aio
 
 from control_plane.call_errors import CallGuard
-from control_plane.errors import InvalidRequestError, ServingError, SlowClientError
+from control_plane.errors import (
+    InvalidRequestError,
+    RequestTooLongError,
+    ServingError,
+    SlowClientError,
+)
 from control_plane.generate_batch import BatchCall
 from control_plane.message_decoding import MessageDecoder
 from control_plane.prompt_encoder import encode_prompt
@@ -29,15 +34,18 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from control_plane.cluster import Cluster
+    from control_plane.encoding_pool import EncodingPool
     from control_plane.errors import InvariantError
     from control_plane.generation import GenerationService
     from control_plane.metrics import Metrics
     from control_plane.model_catalog import ModelCatalog
     from control_plane.service_limits import ServiceLimits
-    from control_plane.tokenizer import EncodingPool
     from control_plane.tokens import ClientTokens
 
 SERVICE_NAME = "pagewire.v1.InferenceService"
+
+# As many as any output has, also of a model that is shorter.
+_MIN_DETOKENIZE_IDS = 1 << 16
 
 
 class InferenceService:
@@ -196,9 +204,8 @@ class InferenceService:
     async def _tokenize(
         self, message: inference_pb2.TokenizeRequest, context: Any
     ) -> inference_pb2.TokenizeResponse:
-        del context
         model = self._catalog.find(message.model)
-        ids = await encode_prompt(message, model, self._pool)
+        ids = await encode_prompt(message, model, self._pool, tenant=self._principal(context))
         return inference_pb2.TokenizeResponse(
             token_ids=ids.tolist(), max_model_len=model.served.max_model_len
         )
@@ -206,15 +213,25 @@ class InferenceService:
     async def _detokenize(
         self, message: inference_pb2.DetokenizeRequest, context: Any
     ) -> inference_pb2.DetokenizeResponse:
-        del context
         model = self._catalog.find(message.model)
         skip = message.skip_special_tokens if message.HasField("skip_special_tokens") else True
+        num_ids = len(message.token_ids)
+        # Decoding holds the interpreter lock, some of the time in one piece.
+        limit = max(_MIN_DETOKENIZE_IDS, model.served.max_model_len)
+        if num_ids > limit:
+            raise RequestTooLongError(
+                f"The request has {num_ids} token ids, at most {limit} are accepted. Send them in "
+                "pieces.",
+                field="token_ids",
+                value=num_ids,
+                limit=limit,
+            )
 
         def decode() -> str:
             ids = checked_ids(message.token_ids, "token_ids", model.served.vocab_size)
             return model.tokenizer.decode(ids.tolist(), skip_special_tokens=skip)
 
-        text = await self._pool.run(len(message.token_ids), decode)
+        text = await self._pool.run(num_ids, decode, tenant=self._principal(context))
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def _list_models(

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from google.protobuf.struct_pb2 import Struct
     from numpy.typing import NDArray
 
+    from control_plane.encoding_pool import EncodingPool
     from control_plane.model_catalog import CatalogModel
-    from control_plane.tokenizer import EncodingPool
 
 PromptMessage = inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest
 
 
 async def encode_prompt(
-    message: PromptMessage, model: CatalogModel, pool: EncodingPool
+    message: PromptMessage, model: CatalogModel, pool: EncodingPool, *, tenant: str = ""
 ) -> NDArray[np.int32]:
     """Ids of the prompt in whatever form it came, at least one.
 
@@ -37,9 +37,9 @@ async def encode_prompt(
     """
     form = message.WhichOneof("prompt")
     if form == "text":
-        ids = await _encode_text(message, model, pool)
+        ids = await _encode_text(message, model, pool, tenant)
     elif form == "chat":
-        ids = await _encode_chat(message.chat, model, pool)
+        ids = await _encode_chat(message.chat, model, pool, tenant)
     elif form == "token_ids" and isinstance(message, inference_pb2.GenerateRequest):
         check_prompt_length(len(message.token_ids.ids), model.served)  # before looking at each
         ids = checked_ids(message.token_ids.ids, "token_ids", model.served.vocab_size)
@@ -62,7 +62,7 @@ async def encode_prompt(
 
 
 async def _encode_text(
-    message: PromptMessage, model: CatalogModel, pool: EncodingPool
+    message: PromptMessage, model: CatalogModel, pool: EncodingPool, tenant: str
 ) -> NDArray[np.int32]:
     text = message.text
     check_text(text, field="text")
@@ -70,12 +70,14 @@ async def _encode_text(
         return np.empty(0, np.int32)
     special = message.add_special_tokens if message.HasField("add_special_tokens") else True
     return await pool.run(
-        len(text), lambda: model.tokenizer.encode(text, add_special_tokens=special)
+        len(text),
+        lambda: model.tokenizer.encode(text, add_special_tokens=special),
+        tenant=tenant,
     )
 
 
 async def _encode_chat(
-    chat: inference_pb2.Chat, model: CatalogModel, pool: EncodingPool
+    chat: inference_pb2.Chat, model: CatalogModel, pool: EncodingPool, tenant: str
 ) -> NDArray[np.int32]:
     if not chat.messages:
         raise InvalidRequestError(
@@ -108,7 +110,7 @@ async def _encode_chat(
         )
 
     # All of it: a long conversation costs as much before the template as in it.
-    return await pool.run(chat.ByteSize(), encode)
+    return await pool.run(chat.ByteSize(), encode, tenant=tenant)
 
 
 def _object(struct: Struct, field: str) -> dict[str, object]:

@@ -27,10 +27,10 @@ from control_plane.request_checks import (
 from control_plane.tokenizer import check_text
 
 if TYPE_CHECKING:
+    from control_plane.encoding_pool import EncodingPool
     from control_plane.model_catalog import CatalogModel, ModelCatalog
     from control_plane.output_processor import OutputChunk
     from control_plane.request_checks import Resume
-    from control_plane.tokenizer import EncodingPool
     from protos.pagewire.v1 import inference_pb2
 
 # Enough of a prompt's end for any detokenizer.
@@ -103,7 +103,7 @@ class RequestBuilder:
         sampling = self._sampling(message.sampling, model.served.vocab_size)
         interval_s = flush_interval_s(message)
         resume = read_resume(message.resume, sampling.n, model.served)
-        prompt = await encode_prompt(message, model, self._pool)
+        prompt = await encode_prompt(message, model, self._pool, tenant=tenant)
         check_prompt_length(prompt.size, model.served)
         # Left open, it ends where the model does, or the replica that it comes to.
         max_tokens = model.served.max_model_len - prompt.size

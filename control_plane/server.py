@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from control_plane import health, inference_service
 from control_plane.call_auth import CallAuth
 from control_plane.cluster import Cluster
+from control_plane.encoding_pool import EncodingPool
 from control_plane.generation import GenerationService
 from control_plane.health import HealthService
 from control_plane.inference_service import InferenceService
@@ -30,7 +31,6 @@ from control_plane.prefix_store import open_prefix_store
 from control_plane.recording import Recorder
 from control_plane.request_builder import RequestBuilder
 from control_plane.stream_pace import StreamPace
-from control_plane.tokenizer import EncodingPool
 from control_plane.worker_service import WORKER_SERVER_OPTIONS, WorkerService
 from protos.pagewire.v1 import worker_pb2_grpc
 

@@ -1,8 +1,6 @@
 """Text and chat messages to token ids, as the model's own tokenizer files say.
 
-Works on the files of a local directory and without torch. Long inputs are encoded by a small pool
-of threads, so that nobody's tokens wait for somebody else's long prompt; what waits for the pool is
-bounded.
+Works on the files of a local directory and without torch.
 
 Owns: vocabulary, chat template, the tables that detokenizers share. Does not know: requests,
 sampling, transports. `text_codec` turns ids back.
@@ -10,32 +8,26 @@ sampling, transports. `text_codec` turns ids back.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from control_plane.errors import InvalidRequestError, OverloadedError
+from control_plane.errors import InvalidRequestError
 from control_plane.text_codec import TextCodec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from control_plane.detokenizer import Detokenizer
 
-_T = TypeVar("_T")
-
-# About a millisecond of encoding: what the event loop can afford, and cheaper than a thread switch.
-_INLINE_CHARS = 2048
 _MAX_TEMPLATE_MESSAGE = 500
 
 # Arguments of the renderer or of the template that are not for clients to set: a template sent by
@@ -51,59 +43,6 @@ _RESERVED_KWARGS = frozenset(
         "tools",
     }
 )
-
-
-class EncodingPool:
-    """Threads that encode long inputs, and the bound on what waits for them. One per process."""
-
-    def __init__(self, *, num_threads: int = 2, max_pending_chars: int = 64 << 20) -> None:
-        """Start no thread yet.
-
-        Args:
-            num_threads: Encodings at the same time.
-            max_pending_chars: Input accepted and not encoded yet, before more is refused.
-        """
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="encode")
-        self._max_pending_chars = max_pending_chars
-        self._pending_chars = 0
-
-    async def run(self, num_chars: int, work: Callable[[], _T]) -> _T:
-        """Do `work` off the event loop, or at once if it is short.
-
-        Raises:
-            OverloadedError: Too much waits already.
-        """
-        if num_chars <= _INLINE_CHARS:
-            return work()
-        if self._pending_chars + num_chars > self._max_pending_chars:
-            raise OverloadedError(
-                f"{self._pending_chars} characters wait to be tokenized and {num_chars} more would "
-                f"pass the limit of {self._max_pending_chars}. Try again in a second.",
-                retry_after_s=1.0,
-                pending_chars=self._pending_chars,
-                limit=self._max_pending_chars,
-            )
-        self._pending_chars += num_chars
-        future = self._executor.submit(work)
-        loop = asyncio.get_running_loop()
-        # Counted until the thread is done with it, even where the caller was cancelled before.
-        future.add_done_callback(
-            lambda _: _call_soon_if_open(loop, self._release, num_chars),
-        )
-        return await asyncio.wrap_future(future)
-
-    def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
-
-    def _release(self, num_chars: int) -> None:
-        self._pending_chars -= num_chars
-
-
-def _call_soon_if_open(
-    loop: asyncio.AbstractEventLoop, callback: Callable[[int], None], num_chars: int
-) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(callback, num_chars)
 
 
 class Tokenizer:

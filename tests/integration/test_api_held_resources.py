@@ -15,7 +15,7 @@ import pytest
 from api_harness import Api, load_catalog_model, running_api, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
-from pagewire_client import AsyncClient
+from pagewire_client import AsyncClient, InvalidRequestError
 from tls_helpers import Pki, make_pki
 
 from control_plane import health, port_options
@@ -205,6 +205,13 @@ def test_a_process_may_open_as_many_files_as_the_system_lets_it() -> None:
     assert few == 96
     assert soft == most
     assert share == (most - 128) * 3 // 4
+
+
+async def test_a_detokenization_of_millions_is_refused(api: Api) -> None:
+    async with AsyncClient(api.address, timeout_s=60.0) as client:
+        assert await client.detokenize([500] * (1 << 16))
+        with pytest.raises(InvalidRequestError, match="at most 65536 are accepted"):
+            await client.detokenize([5] * ((1 << 16) + 1))
 
 
 async def test_the_python_client_reaches_a_server_with_bounds(api: Api) -> None:

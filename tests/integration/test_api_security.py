@@ -338,3 +338,23 @@ async def test_a_request_without_token_reaches_nothing(guarded: Api) -> None:
     with pytest.raises(grpc.aio.AioRpcError):
         await stub.Tokenize(inference_pb2.TokenizeRequest(text="x" * 1000))
     assert guarded.control_plane.cluster.stats().num_requests_live == 0
+
+
+async def test_long_texts_wait_in_turn_for_whom_they_are_from(
+    guarded: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenants: list[str] = []
+    pool = guarded.control_plane._pool
+    run = pool.run
+
+    async def noted(num_chars: int, work: Any, *, tenant: str = "") -> Any:
+        tenants.append(tenant)
+        return await run(num_chars, work, tenant=tenant)
+
+    monkeypatch.setattr(pool, "run", noted)
+    async with two_clients(guarded) as (alice, bob):
+        await alice.tokenize("a")
+        await bob.detokenize([5])
+        await alice.generate("a", **SHORT).result()
+        await bob.chat([{"role": "user", "content": "a"}], **SHORT).result()
+    assert tenants == ["alice", "bob", "alice", "bob"]

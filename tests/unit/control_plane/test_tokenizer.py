@@ -6,14 +6,14 @@ import asyncio
 import json
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from control_plane.errors import InvalidRequestError, OverloadedError
-from control_plane.tokenizer import EncodingPool, Tokenizer, check_text
+from control_plane.encoding_pool import EncodingPool
+from control_plane.errors import InvalidRequestError
+from control_plane.tokenizer import Tokenizer, check_text
 
 ROOT = Path(__file__).resolve().parents[3]
 USER = {"role": "user", "content": "Hi"}
@@ -142,14 +142,6 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
-async def test_long_inputs_are_encoded_off_the_event_loop() -> None:
-    pool = EncodingPool()
-    threads = [await pool.run(size, threading.current_thread) for size in (10, 100_000)]
-    assert threads[0] is threading.current_thread()
-    assert threads[1] is not threading.current_thread()
-    pool.close()
-
-
 async def test_encoding_gives_up_the_interpreter_lock(tokenizer: Tokenizer) -> None:
     pool = EncodingPool()
     text = "The quick brown fox. " * 5_000
@@ -161,38 +153,4 @@ async def test_encoding_gives_up_the_interpreter_lock(tokenizer: Tokenizer) -> N
     # Holding the lock, the thread would let the loop turn a handful of times.
     assert turns > 20
     assert (await encoding).size > 5_000
-    pool.close()
-
-
-async def test_what_waits_for_the_pool_is_bounded() -> None:
-    pool = EncodingPool(num_threads=1, max_pending_chars=10_000)
-    gate = threading.Event()
-    first = asyncio.create_task(pool.run(9_000, gate.wait))
-    await asyncio.sleep(0)
-    with pytest.raises(OverloadedError) as error:
-        await pool.run(3_000, gate.wait)
-    assert error.value.retry_after_s is not None
-    assert error.value.metadata["limit"] == "10000"
-    gate.set()
-    await first
-    await asyncio.sleep(0)
-    assert await pool.run(9_000, lambda: 5) == 5
-    pool.close()
-
-
-async def test_a_cancelled_encoding_counts_until_its_thread_is_done() -> None:
-    pool = EncodingPool(num_threads=1, max_pending_chars=10_000)
-    gate, began, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
-
-    def work() -> None:
-        loop.call_soon_threadsafe(began.set)
-        gate.wait()
-
-    task = asyncio.create_task(pool.run(9_000, work))
-    await began.wait()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    with pytest.raises(OverloadedError):
-        await pool.run(9_000, work)
-    gate.set()
     pool.close()
