@@ -328,16 +328,17 @@ def gated_linear(
         ValueError: a shape does not match.
     """
     num_rows, in_features = x.shape
-    if out.shape[1] * 2 != weight.shape[0]:
-        raise ValueError(f"weight {tuple(weight.shape)} does not fit out {tuple(out.shape)}")
+    if weight.shape != (2 * out.shape[1], in_features) or out.shape[0] != num_rows:
+        raise ValueError(
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and out {tuple(out.shape)} do not "
+            f"fit each other"
+        )
     cut = None
     if x.dtype.itemsize == 2:
         cut = linear_cut(num_rows, weight.shape[0], in_features, gated=True)
     if cut is None or num_rows == 0:
         product = linear(x, weight, bias, out=x.new_empty(num_rows, weight.shape[0]))
         return silu_mul(product, out=out)
-    if weight.shape[1] != in_features or out.shape[0] != num_rows:
-        raise ValueError(f"x {tuple(x.shape)}, weight and out {tuple(out.shape)} do not fit")
     _launcher(cut)(x, weight, bias, out, cut, gated=True)
     return out
 

@@ -107,9 +107,9 @@ def test_gated_linear_serves_any_number_of_rows(num_rows: int, generator: torch.
 
 def test_gated_linear_refuses_what_does_not_fit(generator: torch.Generator) -> None:
     x, weight, _, memory = _case(2, 8, 16, torch.float16, generator, bias=False)
-    with pytest.raises(ValueError, match="does not fit out"):
+    with pytest.raises(ValueError, match="do not fit each other"):
         gated_linear(x, weight, out=memory[1:-1, 8:-8])
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="do not fit each other"):
         gated_linear(x, weight, out=memory[:1, :4])
 
 
