@@ -5,7 +5,7 @@
  *   node example.js [--server HOST:PORT] [--wait-s SECONDS] [PROMPT]
  *
  * The server's address is also read from PAGEWIRE_SERVER; 127.0.0.1:50051 if neither is given. It is
- * waited for, since it may just be starting.
+ * waited for, 5 seconds unless told otherwise, since it may just be starting.
  */
 
 import { setTimeout as sleep } from 'node:timers/promises';
@@ -19,11 +19,11 @@ const FREE_AGAIN_LIMIT_MS = 10_000;
 const { values, positionals } = parseArgs({
   options: {
     server: { type: 'string', default: process.env.PAGEWIRE_SERVER || '127.0.0.1:50051' },
-    'wait-s': { type: 'string', default: '30' },
+    'wait-s': { type: 'string', default: '5' },
   },
   allowPositionals: true,
 });
-const client = new PagewireClient(values.server);
+let client;
 const controller = new AbortController();
 
 function prompt(model, text) {
@@ -89,6 +89,7 @@ async function cancelALongOne(model) {
 }
 
 try {
+  client = new PagewireClient(values.server);
   await client.waitForReady({ timeoutMs: Number(values['wait-s']) * 1000 });
   const { models } = await client.listModels({ timeoutMs: 10_000 });
   if (models.length === 0) throw new Error(`${values.server} serves no model`);
@@ -100,9 +101,9 @@ try {
   if (error instanceof PagewireError) {
     console.error(`${error.code} ${error.reason}: ${error.message}`, error.metadata);
   } else {
-    console.error(error.message);
+    console.error(error.message, error.cause ? '(start a control plane there, or name another --server)' : '');
   }
   process.exitCode = 1;
 } finally {
-  client.close();
+  client?.close();
 }

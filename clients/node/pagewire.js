@@ -81,12 +81,19 @@ const CHANNEL_OPTIONS = {
 // Where http_proxy is set, grpc would ask the proxy for a server on this machine.
 const isLoopback = (server) => /^(127\.|localhost:|\[::1\]:)/.test(server);
 
+const NO_SUCH_METHOD = 'Method not found!';
+const WRONG_PORT =
+  "a gRPC server answers there, but not with the public API. A control plane's worker port does so: " +
+  'call its public port, 50051 by default';
+
 /** A failed call. `reason` is stable and for machines; `message` is for people. */
 export class PagewireError extends Error {
   /** @param {grpc.ServiceError} error */
   constructor(error) {
     const status = statusDetails(error);
-    super(status?.message || error.details || error.message, { cause: error });
+    const isElsewhere = error.code === grpc.status.UNIMPLEMENTED && error.details === NO_SUCH_METHOD;
+    const message = isElsewhere ? WRONG_PORT : status?.message || error.details || error.message;
+    super(message, { cause: error });
     this.name = 'PagewireError';
     /** The gRPC status code's name, such as INVALID_ARGUMENT. */
     this.code = grpc.status[error.code];
@@ -116,6 +123,8 @@ export class PagewireClient {
     server,
     { credentials = grpc.credentials.createInsecure(), token, channel = {}, resume = {} } = {},
   ) {
+    const url = /^(https?|grpcs?):\/\/([^/]*)/i.exec(server);
+    if (url) throw new TypeError(`a server is named as host:port, not as a URL: ${url[2]}`);
     this.server = server;
     this.#token = token;
     this.resumePolicy = resume && { ...DEFAULT_RESUME, ...resume };
