@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from control_plane.kv_cache_manager import KVCacheManager
     from control_plane.request import Request, Version
     from control_plane.running_batch import RunningBatch
-
-# Output tokens after which a request that was retried alone is believed to be harmless: more than
-# any lookahead window holds steps.
-PROBATION_TOKENS = 8
+    from control_plane.scheduler_config import SchedulerConfig
 
 
 class Admission:
@@ -35,10 +32,11 @@ class Admission:
         num_prefix_hits: Tokens found there.
     """
 
-    def __init__(self, batch: RunningBatch, kv: KVCacheManager, *, max_bypass: int) -> None:
+    def __init__(self, batch: RunningBatch, kv: KVCacheManager, config: SchedulerConfig) -> None:
         self._batch = batch
         self._kv = kv
-        self._max_bypass = max_bypass
+        self._max_bypass = config.max_bypass
+        self._probation_tokens = config.probation_tokens
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
         self._queue = WaitingQueue()
@@ -116,7 +114,7 @@ class Admission:
         if request is None:
             return False
         num_output = sum(len(s.output_token_ids) for s in request.sequences)
-        if num_output < self._alone_since + PROBATION_TOKENS:
+        if num_output < self._alone_since + self._probation_tokens:
             return True
         self._alone = None
         return False

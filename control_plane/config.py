@@ -118,6 +118,7 @@ def parse_args(argv: list[str] | None = None) -> ControlPlaneConfig:
                 deployment=args.deployment,
                 shard=args.shard,
                 lookahead=args.lookahead,
+                max_lookahead=args.max_lookahead,
                 max_num_batched_tokens=args.max_num_batched_tokens,
                 max_num_seqs=args.max_num_seqs,
                 block_size=args.block_size,
@@ -239,7 +240,16 @@ def _build_parser() -> argparse.ArgumentParser:
         type=int,
         default=cluster.lookahead,
         metavar="STEPS",
-        help="steps ordered beyond the one whose result is awaited (default: %(default)s)",
+        help="least number of steps ordered beyond the one whose result is awaited (default: "
+        "%(default)s)",
+    )
+    scheduling.add_argument(
+        "--max-lookahead",
+        type=int,
+        default=cluster.max_lookahead,
+        metavar="STEPS",
+        help="most of them; between the two, as many as the round trip to the worker takes "
+        "(default: %(default)s)",
     )
     for flag, metavar, what in (
         ("--max-num-batched-tokens", "TOKENS", "most tokens computed in one step"),

@@ -179,7 +179,7 @@ class Engine:
             term=term,
             stream_id=stream.stream_id,
             num_blocks=self.shape.num_blocks,
-            lookahead=self.core.config.lookahead,
+            lookahead=self.core.config.longest_lookahead,
             lease=duration_pb2.Duration(),
             send_generations=asks,
         )
@@ -387,7 +387,8 @@ class Engine:
             replayed_tokens=counters.replayed_tokens,
             plans_sent=counters.plans_sent,
             plan_bytes=counters.plan_bytes,
-            lookahead=core.config.lookahead,
+            lookahead=core.window.lookahead,
+            round_trip_s=core.window.round_trip.mean_s,
             generation_tokens=counters.generation_tokens,
             prompt_tokens_sent=counters.prompt_tokens_sent,
             adopted_blocks=counters.adopted_blocks,

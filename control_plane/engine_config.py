@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from control_plane.admission import PROBATION_TOKENS
-
-# A request that was retried alone is believed after PROBATION_TOKENS: more than the steps that can
-# have been in flight at its loss.
-MAX_LOOKAHEAD = PROBATION_TOKENS - 1
+# Workers queue what is ordered, and whoever is retried alone is watched for longer than that.
+MAX_LOOKAHEAD = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +13,9 @@ class EngineConfig:
     """What one replica's engine goes by. Times in seconds.
 
     Attributes:
-        lookahead: Steps ordered beyond the one whose result is awaited.
+        lookahead: Steps ordered beyond the one whose result is awaited, at least.
+        max_lookahead: As many at most, where the round trip asks for more; below `lookahead` it is
+            that.
         lease_s: Silence after which a worker counts as gone.
         step_timeout_s: A step unconfirmed for this long loses the worker even if it heartbeats;
             counts from when the worker could begin it.
@@ -28,16 +27,25 @@ class EngineConfig:
             one takes up to half a second for 100 000 blocks. Their number is checked every time.
     """
 
-    lookahead: int = 2
+    lookahead: int = 1
+    max_lookahead: int = 16
     lease_s: float = 10.0
     step_timeout_s: float = 120.0
     readiness_s: float = 20.0
     adoption_wait_s: float = 1.0
     audit_interval_s: float = 60.0
 
+    @property
+    def longest_lookahead(self) -> int:
+        """What workers are promised."""
+        return max(self.lookahead, self.max_lookahead)
+
     def __post_init__(self) -> None:
-        if not 0 <= self.lookahead <= MAX_LOOKAHEAD:
-            raise ValueError(f"lookahead must be in [0, {MAX_LOOKAHEAD}], got {self.lookahead}")
+        for name in ("lookahead", "max_lookahead"):
+            if not 0 <= getattr(self, name) <= MAX_LOOKAHEAD:
+                raise ValueError(
+                    f"{name} must be in [0, {MAX_LOOKAHEAD}], got {getattr(self, name)}"
+                )
         for name in ("lease_s", "step_timeout_s", "readiness_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

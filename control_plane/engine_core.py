@@ -57,7 +57,7 @@ class EngineCore:
         self.confirmed_version = 0
         self._output = output
         self._reset_version = 0
-        self._window = StepWindow(config.lookahead)
+        self.window = StepWindow(config.lookahead, config.max_lookahead)
         self._resets_in_a_row = 0
         self._last_audit = float("-inf")
         # What the store has to offer for this replica: None while that is unknown.
@@ -107,7 +107,7 @@ class EngineCore:
         self._recovery = None
         if lost:
             self._mark_lost(self.scheduler.requests_in_flight())
-        self._window.clear()
+        self.window.clear()
         requests = self.scheduler.evacuate()
         self._unstarted.clear()
         self.unstarted_tokens = 0
@@ -158,7 +158,7 @@ class EngineCore:
             return
         if self._recovery is not None:
             self._recovery.end_hold()
-        while self._window.has_room:
+        while self.window.has_room:
             step = self.scheduler.schedule(Version(self.sent_version + 1))
             if step is None:
                 break
@@ -180,20 +180,20 @@ class EngineCore:
                 code=Code.DEADLINE_EXCEEDED,
                 lease_s=self.config.lease_s,
             )
-        since = self._window.since
+        since = self.window.since
         if since is not None and now - since >= self.config.step_timeout_s:
             raise ProtocolError(
                 "STEP_TIMEOUT",
-                f"Plan {self._window.oldest} is unconfirmed after {now - since:.1f} s; "
+                f"Plan {self.window.oldest} is unconfirmed after {now - since:.1f} s; "
                 f"the limit is {self.config.step_timeout_s:g} s.",
                 code=Code.DEADLINE_EXCEEDED,
-                version=self._window.oldest,
+                version=self.window.oldest,
                 step_timeout_s=self.config.step_timeout_s,
             )
 
     def next_check(self) -> float:
         """When `check` may have something to say, if nothing happens before."""
-        lease, since = self.last_heard + self.config.lease_s, self._window.since
+        lease, since = self.last_heard + self.config.lease_s, self.window.since
         return lease if since is None else min(lease, since + self.config.step_timeout_s)
 
     # The prefix index of an earlier process.
@@ -277,11 +277,11 @@ class EngineCore:
     @property
     def num_in_flight(self) -> int:
         """Plans sent and not confirmed."""
-        return len(self._window)
+        return len(self.window)
 
     def is_stuck(self, now: float) -> bool:
         """Whether a step takes suspiciously long: the worker has proven none lately."""
-        since = self._window.since
+        since = self.window.since
         return since is not None and now - since >= self.config.readiness_s
 
     def count_ahead(self, request: Request) -> int:
@@ -291,7 +291,7 @@ class EngineCore:
     @property
     def is_idle(self) -> bool:
         """Nothing to compute and nothing awaited."""
-        return not (len(self._window) or self.scheduler.has_work)
+        return not (len(self.window) or self.scheduler.has_work)
 
     # Messages of the worker.
 
@@ -299,7 +299,7 @@ class EngineCore:
         columns = decode_step_result(message)
         if columns.version <= self._reset_version:
             return
-        oldest = self._window.oldest
+        oldest = self.window.oldest
         if columns.version != oldest or columns.step != 0:
             self._answer_with_reset(
                 f"result of plan {columns.version} step {columns.step}, expected {oldest} step 0"
@@ -317,7 +317,12 @@ class EngineCore:
         except ResultMismatchError as error:
             self._answer_with_reset(str(error))
             return
-        self._window.confirm(now)
+        waited_us = columns.waited_us
+        self.window.confirm(
+            now,
+            device_s=columns.device_time_us / 1e6,
+            waited_s=None if waited_us is None else waited_us / 1e6,
+        )
         self.confirmed_version = columns.version
         self._resets_in_a_row = 0
         self.counters.steps += 1
@@ -344,7 +349,7 @@ class EngineCore:
         blamed = self.scheduler.requests_in_flight()
         # Closed before anything else, so that losing the replica over it marks nobody twice.
         self.scheduler.reset()
-        self._window.clear()
+        self.window.clear()
         self._mark_lost(blamed)
         self._answer_with_reset(
             f"step of plan {failed.version} failed: {failed.status.message[:500]}"
@@ -378,7 +383,7 @@ class EngineCore:
         self.sent_version += 1
         self._reset_version = self.sent_version
         self.confirmed_version = self.sent_version
-        self._window.clear()
+        self.window.clear()
         self.counters.num_resets += 1
         self._output.send(
             worker_pb2.ControlMessage(reset=worker_pb2.Reset(version=self.sent_version))
@@ -387,7 +392,7 @@ class EngineCore:
     def _send_plan(self, step: ScheduledStep, now: float) -> None:
         message = worker_pb2.ControlMessage(plan=encode_plan(step))
         self.sent_version = int(step.version)
-        self._window.sent(self.sent_version, now)
+        self.window.sent(self.sent_version, now, num_chunk_tokens=int(step.chunk_num_tokens.sum()))
         self.counters.sequences_started += len(step.added)
         self.counters.plans_sent += 1
         self.counters.plan_bytes += message.ByteSize()

@@ -260,6 +260,12 @@ _REPLICA_GAUGES: tuple[_Reading, ...] = (
         "Plans sent and not confirmed.",
         lambda r: max(0, r.sent_version - r.confirmed_version),
     ),
+    ("lookahead", "Steps kept in flight beyond the awaited one.", lambda r: r.lookahead),
+    (
+        "round_trip_seconds",
+        "Time of a step beyond its execution; 0 until it is known.",
+        lambda r: r.round_trip_s or 0.0,
+    ),
 )
 _REPLICA_COUNTERS: tuple[_Reading, ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up.", lambda r: r.prefix_queries),

@@ -38,6 +38,7 @@ class ResultColumns:
         token_ids: [sum of counts] int32.
         finished_rows: int32, ascending.
         finish_reasons: uint8, parallel to finished_rows, values of FinishReason.
+        waited_us: None: the worker did not measure it.
     """
 
     version: int
@@ -47,6 +48,7 @@ class ResultColumns:
     finished_rows: Int32Array
     finish_reasons: UInt8Array
     device_time_us: int
+    waited_us: int | None
 
 
 def encode_plan(step: ScheduledStep) -> worker_pb2.Plan:
@@ -86,6 +88,7 @@ def decode_step_result(message: worker_pb2.StepResult) -> ResultColumns:
         finished_rows=_array(message.finished_rows, "step_result.finished_rows"),
         finish_reasons=np.frombuffer(message.finish_reasons, dtype=np.uint8),
         device_time_us=message.device_time_us,
+        waited_us=message.waited_us if message.HasField("waited_us") else None,
     )
 
 

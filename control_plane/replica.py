@@ -256,6 +256,7 @@ def build_scheduler(shape: ReplicaShape, model: ServedModel, config: ClusterConf
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             max_bypass=config.max_bypass,
+            probation_tokens=config.longest_lookahead + 2,
             vocab_size=model.vocab_size,
         ),
         manager,

@@ -40,7 +40,7 @@ class ReplicaState:
         self.kv_cache_manager = kv_cache_manager
         self.num_preemptions = 0
         self._batch = RunningBatch(config.max_num_seqs)
-        self._waiting = Admission(self._batch, kv_cache_manager, max_bypass=config.max_bypass)
+        self._waiting = Admission(self._batch, kv_cache_manager, config)
         # From admission to preemption or end, even while no sequence of it has a row any more.
         self._running: dict[Request, None] = {}
         self._draining: dict[Request, Version] = {}  # the last plan in flight that computes for it

@@ -16,6 +16,8 @@ class SchedulerConfig:
         max_model_len: Longest sequence, prompt and output.
         max_bypass: How many requests may be admitted past one that does not fit, and how many
             of those that do not fit are looked at in one step.
+        probation_tokens: Output tokens after which a request that was retried alone is believed to
+            be harmless; more than steps can have been in flight at its loss.
         vocab_size: Token ids of results are below it.
     """
 
@@ -23,6 +25,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_model_len: int
     max_bypass: int = 16
+    probation_tokens: int = 8
     vocab_size: int = (1 << 31) - 1
 
     def __post_init__(self) -> None:

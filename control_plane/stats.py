@@ -30,6 +30,8 @@ class ReplicaSnapshot:
         num_steps: Confirmed steps.
         wasted_steps: Those that computed nothing for anybody: ordered before an end was known.
         wasted_rows: Rows of confirmed steps whose sequence had ended before.
+        lookahead: Steps kept in flight beyond the awaited one in steady decode.
+        round_trip_s: Time of a step beyond its execution; None until it is known.
     """
 
     replica_id: str
@@ -58,6 +60,7 @@ class ReplicaSnapshot:
     plans_sent: int
     plan_bytes: int
     lookahead: int
+    round_trip_s: float | None
     generation_tokens: int
     prompt_tokens_sent: int
     adopted_blocks: int

@@ -219,8 +219,16 @@ class StreamProtocol:
             "UNEXPECTED_MESSAGE", f"the control plane sent {kind} in phase {self._phase.value}"
         )
 
-    def step_done(self, work: StepWork, output: StepOutput) -> list[worker_pb2.WorkerMessage]:
-        """Return what to send when a step's results are in; steps end in the order of receive."""
+    def step_done(
+        self, work: StepWork, output: StepOutput, *, waited_us: int | None = None
+    ) -> list[worker_pb2.WorkerMessage]:
+        """Return what to send when a step's results are in; steps end in the order of receive.
+
+        Args:
+            work: The step.
+            output: What it gave.
+            waited_us: How long it waited for the end of the step before it, where that is known.
+        """
         if not self._may_report(work):
             return []
         self._num_unconfirmed -= 1
@@ -239,6 +247,7 @@ class StreamProtocol:
                     finished_rows=output.finished_rows.astype("<i4", copy=False).tobytes(),
                     finish_reasons=output.finish_reasons.astype("u1", copy=False).tobytes(),
                     device_time_us=output.device_time_us,
+                    waited_us=waited_us,
                 )
             )
         ]

@@ -87,6 +87,9 @@ class StreamSession:
         self._failed: asyncio.Future[StreamEnd] = self._loop.create_future()
         self._last_sent_s = self._loop.time()
         self._last_step_s = self._loop.time()
+        # When the plans of steps under way came, and when the last outcome did.
+        self._came_s: dict[tuple[int, int], float] = {}
+        self._last_outcome_s = self._loop.time()
         self._last_heard_s = self._loop.time()
 
     @property
@@ -121,7 +124,10 @@ class StreamSession:
 
     def take_outcome(self, work: StepWork, outcome: Outcome) -> None:
         """Report a step's outcome, if it still counts."""
-        self._last_step_s = self._loop.time()
+        now_s = self._loop.time()
+        came_s = self._came_s.pop((work.version, work.step), now_s)
+        waited_s = max(0.0, self._last_outcome_s - came_s)
+        self._last_step_s = self._last_outcome_s = now_s
         if isinstance(outcome, StepError):
             messages = self._protocol.step_failed(work, outcome)
             logger.error(
@@ -133,7 +139,7 @@ class StreamSession:
                 outcome.message,
             )
         else:
-            messages = self._protocol.step_done(work, outcome)
+            messages = self._protocol.step_done(work, outcome, waited_us=int(waited_s * 1e6))
         for message in messages:
             self._outgoing.put_nowait(message)
         self._note_progress()
@@ -167,6 +173,7 @@ class StreamSession:
         if reaction.reset_version is not None:
             self._take_reset(reaction.reset_version)
         for work in reaction.works:
+            self._came_s[work.version, work.step] = self._loop.time()
             self._steps.submit(work)
         for message in reaction.messages:
             if message.HasField("nack"):
@@ -205,6 +212,7 @@ class StreamSession:
 
     def _take_reset(self, version: int) -> None:
         logger.info("reset: worker=%s version=%d", self._protocol.identity.worker_id, version)
+        self._came_s.clear()
         asyncio.wrap_future(self._steps.reset()).add_done_callback(self._reset_ended)
 
     def _reset_ended(self, reset: asyncio.Future[None]) -> None:

@@ -161,6 +161,9 @@ async def running_cluster(
     **config: Any,
 ) -> AsyncIterator[Harness]:
     store = store or MemoryPrefixStore()
+    if "lookahead" in config:
+        # A test that asks for one gets exactly that.
+        config.setdefault("max_lookahead", config["lookahead"])
     cluster = Cluster(
         ClusterConfig(**{"term_gather_s": 0.0, "audit_interval_s": 0.0, **config}),
         [model or fake_model()],

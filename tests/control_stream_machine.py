@@ -123,9 +123,6 @@ class Link:
     def send(self, message: worker_pb2.ControlMessage) -> None:
         self.to_worker.append(message)
 
-    def started(self, request: Request) -> None:
-        assert request.req_id in self.machine.tracked
-
     def advance(self, update: StepUpdate) -> None:
         for sequence, token_id in zip(update.sequences, update.token_ids, strict=True):
             self.machine.tracked[sequence.request.req_id].received.append(token_id)
@@ -157,6 +154,8 @@ class ControlStreamMachine(RuleBasedStateMachine):
 
     @initialize(
         lookahead=st.integers(0, 4),
+        max_lookahead=st.integers(0, 16),
+        reports_waits=st.booleans(),
         num_workers=st.integers(1, 2),
         num_blocks=st.integers(14, 24),
         max_num_seqs=st.integers(1, 4),
@@ -166,6 +165,8 @@ class ControlStreamMachine(RuleBasedStateMachine):
     def start(
         self,
         lookahead: int,
+        max_lookahead: int,
+        reports_waits: bool,
         num_workers: int,
         num_blocks: int,
         max_num_seqs: int,
@@ -173,6 +174,7 @@ class ControlStreamMachine(RuleBasedStateMachine):
         prefix_caching: bool,
     ) -> None:
         self.lookahead = lookahead
+        self.max_lookahead = max(lookahead, max_lookahead)
         self.config = ClusterConfig(prefix_caching=prefix_caching)
         for i in range(num_workers):
             worker = StepwiseWorker(
@@ -183,6 +185,8 @@ class ControlStreamMachine(RuleBasedStateMachine):
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_model_len=MAX_MODEL_LEN,
             )
+            # The window then follows the time that passes, from least to most.
+            worker.waited_us = 0 if reports_waits else None
             self.links.append(Link(worker, self))
         self.attach(self.links[0])
 
@@ -194,6 +198,7 @@ class ControlStreamMachine(RuleBasedStateMachine):
         if link.core is None or link.shape != shape:
             config = EngineConfig(
                 lookahead=self.lookahead,
+                max_lookahead=self.max_lookahead,
                 lease_s=LEASE_S,
                 step_timeout_s=STEP_TIMEOUT_S,
                 audit_interval_s=0.0,
@@ -207,7 +212,7 @@ class ControlStreamMachine(RuleBasedStateMachine):
             term=1,
             stream_id="s",
             num_blocks=facts.num_blocks,
-            lookahead=self.lookahead,
+            lookahead=self.max_lookahead,
             send_generations=asks,
         )
         welcome.lease.FromSeconds(10)
@@ -490,7 +495,7 @@ class ControlStreamMachine(RuleBasedStateMachine):
     def the_window_is_kept(self) -> None:
         for link in self.links:
             if link.core is not None:
-                assert link.core.num_in_flight <= self.lookahead + 1
+                assert link.core.num_in_flight <= self.max_lookahead + 1
                 assert link.core.num_in_flight == link.core.scheduler.num_in_flight_steps
                 if not link.core.num_waiting + link.core.num_running:
                     assert link.core.unstarted_tokens == 0

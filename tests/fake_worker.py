@@ -87,6 +87,8 @@ class StepwiseWorker:
         self._identity_arguments = identity
         self.protocol = StreamProtocol(fake_identity(self.runner, **identity))  # type: ignore[arg-type]
         self.ordered: deque[StepWork] = deque()
+        # What its results say of the time that their plans waited; None: nothing.
+        self.waited_us: int | None = None
         self._has_failed = False
 
     @property
@@ -126,7 +128,7 @@ class StepwiseWorker:
         except StepError as error:
             self._has_failed = True
             return self.protocol.step_failed(work, as_step_error(error))
-        return self.protocol.step_done(work, output)
+        return self.protocol.step_done(work, output, waited_us=self.waited_us)
 
     def run_all(self) -> list[worker_pb2.WorkerMessage]:
         messages: list[worker_pb2.WorkerMessage] = []

@@ -33,7 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_blocks=st.integers(0, 12),
         max_num_seqs=st.integers(1, 5),
         spare_tokens=st.integers(0, 12),
-        lookahead=st.integers(0, 4),
+        lookahead=st.integers(0, 16),
         max_bypass=st.integers(0, 3),
         watermark=st.sampled_from([0.0, 0.1, 0.5]),
         caching=st.sampled_from([True, True, True, False]),
@@ -272,6 +272,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def run_step(self) -> None:
         self.device.run_step()
 
+    @rule(lookahead=st.integers(0, 16))
+    def resize_window(self, lookahead: int) -> None:
+        self.lookahead = lookahead
+
     @precondition(lambda self: self.scheduler.num_in_flight_steps)
     @rule(times=st.integers(1, 4))
     def deliver(self, times: int) -> None:
@@ -410,7 +414,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         # Every step computes something for somebody; replays are the only work done twice.
-        budget = 200 + 60 * len(self.requests) * (self.lookahead + 2)
+        budget = 200 + 60 * len(self.requests) * 18
         while self.scheduler.has_work or self.scheduler.num_in_flight_steps:
             budget -= 1
             assert budget > 0, f"no end in sight: {self.live()}"

@@ -228,7 +228,7 @@ class Drafts(_message.Message):
     def __init__(self, rows: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("version", "step", "counts", "token_ids", "finished_rows", "finish_reasons", "logprobs", "device_time_us")
+    __slots__ = ("version", "step", "counts", "token_ids", "finished_rows", "finish_reasons", "logprobs", "device_time_us", "waited_us")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -237,6 +237,7 @@ class StepResult(_message.Message):
     FINISH_REASONS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_TIME_US_FIELD_NUMBER: _ClassVar[int]
+    WAITED_US_FIELD_NUMBER: _ClassVar[int]
     version: int
     step: int
     counts: bytes
@@ -245,7 +246,8 @@ class StepResult(_message.Message):
     finish_reasons: bytes
     logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
     device_time_us: int
-    def __init__(self, version: _Optional[int] = ..., step: _Optional[int] = ..., counts: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., finished_rows: _Optional[bytes] = ..., finish_reasons: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., device_time_us: _Optional[int] = ...) -> None: ...
+    waited_us: int
+    def __init__(self, version: _Optional[int] = ..., step: _Optional[int] = ..., counts: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., finished_rows: _Optional[bytes] = ..., finish_reasons: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., device_time_us: _Optional[int] = ..., waited_us: _Optional[int] = ...) -> None: ...
 
 class Nack(_message.Message):
     __slots__ = ("version", "status")

@@ -57,7 +57,7 @@ def test_flags_reach_the_part_that_needs_them(two_models: tuple[str, str]) -> No
         ([], "--model"),
         (["--model", "/nowhere"], "--model /nowhere is not a directory"),
         (["--port", "70000"], "--port must be in [0, 65535], got 70000"),
-        (["--lookahead", "99"], "lookahead must be in [0, 7], got 99"),
+        (["--lookahead", "99"], "lookahead must be in [0, 64], got 99"),
         (["--grace-s", "-1"], "--grace-s must not be negative"),
         (["--served-model-name", "a", "--served-model-name", "b"], "1 --model and 2"),
     ],
