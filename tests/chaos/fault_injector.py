@@ -7,6 +7,7 @@ the next, the count of faults. Does not know: what streams receive.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import signal
 import time
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 # Far more than a restart takes even on a machine with much else to do.
 _WHOLE_LIMIT_S = 120.0
-_EXPOSURE_LIMIT_S = 60.0
+_PATIENCE_S = 45.0
 _POLL_S = 0.02
 _MIN_TOKENS_SERVED = 100
 _MAX_DELAY_S = 0.4
@@ -55,6 +56,10 @@ class Load(Protocol):
 
     def may_lose_a_worker(self) -> bool:
         """Whether no live request would be at its last loss."""
+        ...
+
+    def is_served(self) -> bool:
+        """Whether every stream has had news not long ago."""
         ...
 
     def note_loss(self) -> None:
@@ -132,14 +137,19 @@ class FaultInjector:
         self._under_way[fault.target] = task
 
     async def _wait_for_target(self, fault: Fault) -> None:
-        """Until the target is whole, and the fault can cost nobody its last try."""
+        """Until the target is whole, and the fault costs nobody the last try or all patience."""
         await self._until(lambda: self._is_whole(fault), fault, _WHOLE_LIMIT_S)
-        if self._costs_a_worker(fault):
-            try:
-                await self._until(self._load.may_lose_a_worker, fault, _EXPOSURE_LIMIT_S)
-            except TimeoutError:
-                # A request that waits behind many for its lonely last try.
-                return
+        costs_a_worker = self._costs_a_worker(fault)
+        if not costs_a_worker and fault.lane is not FaultLane.CONTROL:
+            return
+        load = self._load
+        # A request that waits behind many others is given up on in the end, faults or not.
+        with contextlib.suppress(TimeoutError):
+            await self._until(
+                lambda: load.is_served() and (load.may_lose_a_worker() or not costs_a_worker),
+                fault,
+                _PATIENCE_S,
+            )
 
     async def _until(self, condition: Callable[[], bool], fault: Fault, limit_s: float) -> None:
         try:

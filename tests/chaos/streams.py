@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 # Faults that may each lose a worker, in the life of one request at the server: a third one would
 # rightly end it with REPLAY_LIMIT.
 _MAX_EXPOSURE = 2
+# A third of what clients wait for news before they give up.
+_SERVED_WITHIN_S = 20.0
 _DOOR_PAUSE_S = 0.2
 _LOOK_S = 1.0
 
@@ -113,6 +115,10 @@ class StreamLoad:
 
     def may_lose_a_worker(self) -> bool:
         return all(self._exposure(live) < _MAX_EXPOSURE for live in self._live)
+
+    def is_served(self) -> bool:
+        oldest = time.monotonic() - _SERVED_WITHIN_S
+        return all(live.last_news_s > oldest for live in self._live)
 
     def note_loss(self) -> None:
         for live in self._live:
