@@ -111,12 +111,22 @@ async def _run(config: ControlPlaneConfig, catalog: ModelCatalog) -> int:
     return 0
 
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+
+
+class _OneLine(logging.Formatter):
+    """A line stays one line: some of what is logged comes from peers, who could forge others."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the base class's name
+        return super().formatMessage(record).translate(_CONTROLS)
+
+
 def _set_up_logging(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(),
-        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s",
-        datefmt="%Y-%m-%dT%H:%M:%S",
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        _OneLine("%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
     )
+    logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def _set_up_libraries(*, asks_hub: bool) -> None:

@@ -15,6 +15,7 @@ from control_plane.security_config import (
     SecurityConfig,
     add_security_flags,
     read_security_flags,
+    with_password,
 )
 from control_plane.service_limits import ServiceLimits
 from protos.model_location import HubModel, ModelLocation, locate_model
@@ -111,7 +112,7 @@ def parse_args(argv: list[str] | None = None) -> ControlPlaneConfig:
             worker_port=args.worker_port,
             metrics_port=args.metrics_port,
             metrics_host=args.metrics_host,
-            redis_url=args.redis_url,
+            redis_url=with_password(args.redis_url, args.redis_password_file),
             security=read_security_flags(args),
             recording=read_recording_flags(args.record, args.record_max_mb),
             cluster=ClusterConfig(

@@ -17,6 +17,7 @@ from control_plane.prompt_encoder import encode_prompt
 from control_plane.request import FinishReason, Request, SamplingParams, check_num_stops
 from control_plane.request_checks import (
     check_cache_salt,
+    check_priority,
     check_prompt_length,
     check_request_id,
     checked_ids,
@@ -68,6 +69,7 @@ class RequestBuilder:
         *,
         max_n: int = 1,
         enforce_cache_salt: bool = False,
+        max_priority: int | None = None,
     ) -> None:
         """Wire it up.
 
@@ -76,11 +78,13 @@ class RequestBuilder:
             pool: Encodes long prompts.
             max_n: Most continuations of one request.
             enforce_cache_salt: Tenants never share prefixes, whatever salt they send.
+            max_priority: Highest that a request may ask for; None: any.
         """
         self._catalog = catalog
         self._pool = pool
         self._max_n = max_n
         self._enforces_cache_salt = enforce_cache_salt
+        self._max_priority = max_priority
         self._arrivals = itertools.count()
 
     async def build(
@@ -99,6 +103,7 @@ class RequestBuilder:
         model = self._catalog.find(message.model)
         check_request_id(message.request_id)
         check_cache_salt(message.cache_salt)
+        check_priority(message.priority, self._max_priority)
         refuse_unsupported(message)
         sampling = self._sampling(message.sampling, model.served.vocab_size)
         interval_s = flush_interval_s(message)

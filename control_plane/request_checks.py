@@ -76,6 +76,22 @@ def check_cache_salt(cache_salt: str) -> None:
         )
 
 
+def check_priority(priority: int, limit: int | None) -> None:
+    """Refuse to be served before others who may not ask for that; None: there is no limit.
+
+    Raises:
+        InvalidRequestError: Names both.
+    """
+    if limit is not None and priority > limit:
+        raise InvalidRequestError(
+            f"priority is {priority}, at most {limit} is accepted: a higher one would be served "
+            "before everybody else's requests. Leave it unset, or ask for a higher --max-priority.",
+            field="priority",
+            value=priority,
+            limit=limit,
+        )
+
+
 def refuse_unsupported(message: inference_pb2.GenerateRequest) -> None:
     """Refuse fields that this server would ignore.
 

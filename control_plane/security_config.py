@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from control_plane.tokens import ClientTokens, WorkerTokens
+from protos.secret_files import read_secret
 from protos.tls_files import TlsFiles, TlsFlags
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ class SecurityConfig:
         auth_tokens_file: Lines of principal and token; None: everybody may call.
         worker_token_file: A token per line; None: everybody may attach.
         enforce_cache_salt: Principals never share cached prefixes.
+        max_priority: Highest that a request may ask for; None: any.
     """
 
     tls: TlsFiles | None = None
@@ -39,6 +42,7 @@ class SecurityConfig:
     auth_tokens_file: Path | None = None
     worker_token_file: Path | None = None
     enforce_cache_salt: bool = False
+    max_priority: int | None = None
 
     def __post_init__(self) -> None:
         for tls in (self.tls, self.worker_tls):
@@ -111,6 +115,19 @@ def add_security_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="principals never share cached prefixes, whatever cache_salt their requests carry",
     )
+    group.add_argument(
+        "--max-priority",
+        type=int,
+        metavar="N",
+        help="highest priority that a request may ask for: those above the default of 0 are served "
+        "before everybody else's (default: any; 0 with --auth-tokens-file)",
+    )
+    group.add_argument(
+        "--redis-password-file",
+        type=Path,
+        metavar="FILE",
+        help="its first line is the password of --redis-url, which a list of processes would show",
+    )
 
 
 def read_security_flags(args: argparse.Namespace) -> SecurityConfig:
@@ -137,9 +154,38 @@ def read_security_flags(args: argparse.Namespace) -> SecurityConfig:
         auth_tokens_file=args.auth_tokens_file,
         worker_token_file=args.worker_token_file,
         enforce_cache_salt=args.enforce_cache_salt,
+        max_priority=_max_priority(args),
     )
     config.check_files()
     return config
+
+
+def with_password(url: str, path: Path | None) -> str:
+    """A store's URL with the password of a file.
+
+    Raises:
+        ValueError: The file is wrong, or the URL has one already; neither is quoted.
+    """
+    if path is None:
+        return url
+    flag = "--redis-password-file"
+    try:
+        password = read_secret(path, flag).decode().split("\n", 1)[0].strip("\r")
+    except UnicodeDecodeError:
+        raise ValueError(f"{flag}: {path} is not UTF-8") from None
+    if not password:
+        raise ValueError(f"{flag}: {path} has an empty first line")
+    scheme, separator, rest = url.partition("://")
+    user, at, host = rest.rpartition("@")
+    if not separator or not host or scheme.lower() == "memory" or ":" in user:
+        raise ValueError(f"{flag} needs a --redis-url of a server, without a password of its own")
+    return f"{scheme}://{user if at else ''}:{quote(password, safe='')}@{host}"
+
+
+def _max_priority(args: argparse.Namespace) -> int | None:
+    if args.max_priority is None and args.auth_tokens_file is not None:
+        return 0
+    return args.max_priority
 
 
 def _tls(

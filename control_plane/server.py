@@ -88,6 +88,7 @@ class ControlPlane:
             self._pool,
             max_n=config.max_n,
             enforce_cache_salt=security.enforce_cache_salt,
+            max_priority=security.max_priority,
         )
         self.pace = StreamPace()
         self._inference = InferenceService(

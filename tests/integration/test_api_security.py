@@ -16,6 +16,7 @@ from pagewire_client import (
     AsyncClient,
     Client,
     DuplicateRequestError,
+    InvalidRequestError,
     TlsFiles,
     UnauthenticatedError,
     UnavailableError,
@@ -358,3 +359,19 @@ async def test_long_texts_wait_in_turn_for_whom_they_are_from(
         await alice.generate("a", **SHORT).result()
         await bob.chat([{"role": "user", "content": "a"}], **SHORT).result()
     assert tenants == ["alice", "bob", "alice", "bob"]
+
+
+async def test_no_principal_puts_itself_before_the_others(
+    model: CatalogModel, model_dir: Path, tokens_file: Path
+) -> None:
+    security = SecurityConfig(auth_tokens_file=tokens_file, max_priority=0)
+    async with (
+        running_api(model, model_dir, security=security) as api,
+        api.ready_worker(),
+        AsyncClient(api.address, token=ALICE, timeout_s=60.0) as alice,
+    ):
+        with pytest.raises(InvalidRequestError, match="priority is 1, at most 0") as error:
+            await alice.generate(PROMPT, priority=1, **SHORT).result()
+        assert error.value.metadata["field"] == "priority"
+        for priority in (0, -5):
+            assert await alice.generate(PROMPT, priority=priority, **SHORT).result()

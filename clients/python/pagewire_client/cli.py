@@ -312,7 +312,8 @@ def _print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> No
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     for row in (header, *rows):
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print(line.rstrip())
+        # Some of it, such as a device's name, is what workers say.
+        print(line.translate(_CONTROLS).rstrip())
 
 
 if __name__ == "__main__":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import pytest
 from tls_helpers import make_pki
 
+from control_plane import __main__ as control_main
 from control_plane.config import parse_args
+from control_plane.prefix_store import parse_store_url
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -134,6 +137,64 @@ def test_a_mistake_about_security_is_explained(
         parse_args(["--model", two_models[0], *flags])
     assert error.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_password_of_the_store_comes_from_a_file(
+    two_models: tuple[str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "password"
+    path.write_text("p@ss:w/rd\n")
+
+    def url(given: str) -> str:
+        flags = ["--redis-url", given, "--redis-password-file", str(path)]
+        return parse_args(["--model", two_models[0], *flags]).redis_url
+
+    for given, user in (("redis://h:1/2", None), ("rediss://me@h:1/2", "me")):
+        address = parse_store_url(url(given))
+        assert address is not None
+        assert (address.username or None, address.password) == (user, "p@ss:w/rd")
+        assert (address.host, address.port, address.db) == ("h", 1, 2)
+        assert "p@ss" not in str(address)
+    assert url("REDIS://[::1]:1") == "REDIS://:p%40ss%3Aw%2Frd@[::1]:1"
+
+
+@pytest.mark.parametrize("url", ["memory://", "redis://me:other@h:1", "h:1", "redis://"])
+def test_a_password_without_a_store_for_it_is_a_mistake(
+    url: str, two_models: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "password"
+    path.write_text("p@ssword")
+    flags = ["--redis-url", url, "--redis-password-file", str(path)]
+    with pytest.raises(SystemExit):
+        parse_args(["--model", two_models[0], *flags])
+    text = capsys.readouterr().err
+    assert "--redis-password-file needs a --redis-url of a server" in text
+    assert "p@ssword" not in text
+    assert "other" not in text
+
+
+def test_principals_may_not_raise_their_priority_unless_told(
+    two_models: tuple[str, str], tmp_path: Path
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("alice alice-0123456789abcdef\n")
+    guarded = ["--model", two_models[0], "--auth-tokens-file", str(tokens)]
+    assert parse_args(["--model", two_models[0]]).security.max_priority is None
+    assert parse_args(guarded).security.max_priority == 0
+    assert parse_args([*guarded, "--max-priority", "7"]).security.max_priority == 7
+
+
+def test_a_line_of_the_log_stays_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    handlers, level = logging.root.handlers[:], logging.root.level
+    logging.root.handlers.clear()
+    try:
+        control_main._set_up_logging("info")
+        logging.getLogger("x").info("device=%s", "a\n2026-01-01 ERROR forged\x1b[2J")
+    finally:
+        logging.root.handlers[:] = handlers
+        logging.root.setLevel(level)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith("INFO x device=a\\x0a2026-01-01 ERROR forged\\x1b[2J")
 
 
 def test_help_explains_how_to_begin(capsys: pytest.CaptureFixture[str]) -> None:
