@@ -11,6 +11,7 @@ from kernels.linear import (
     gated_linear,
     gemv,
     linear,
+    linear_cut,
     skinny,
 )
 
@@ -188,3 +189,20 @@ def test_a_chain_of_dependent_launches_is_bit_equal_every_time(
         first.fill_(float("nan"))
         second.fill_(float("nan"))
         assert torch.equal(chain(), expected)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("in_features", [576, 1024, 2048, 3072, 4096, 14336])
+@pytest.mark.parametrize("out_features", [576, 1024, 2048, 4096, 6144, 9216, 28672, 151936])
+def test_every_cut_fits_the_shared_memory(out_features: int, in_features: int, gated: bool) -> None:
+    for num_rows in range(1, MAX_SKINNY_ROWS + 2):
+        cut = linear_cut(num_rows, out_features, in_features, gated=gated)
+        if cut is not None and cut.num_stages:
+            assert num_rows <= MAX_SKINNY_ROWS
+            rows = max(16, 1 << (num_rows - 1).bit_length())
+            stage_bytes = 2 * (cut.out_tile + rows) * cut.in_tile
+            assert cut.num_stages * stage_bytes <= 227 * 1024
+            # Registers: fp32 sums of a tile, by thread.
+            assert cut.out_tile * rows // (32 * cut.num_warps) <= 64
+        elif cut is not None:
+            assert num_rows <= MAX_GEMV_ROWS
