@@ -10,13 +10,11 @@ the one before it is done.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
 
+import torch
 import triton
 import triton.language as tl
-
-if TYPE_CHECKING:
-    import torch
 
 
 @triton.jit
@@ -34,10 +32,27 @@ def let_next_start(PDL: tl.constexpr):
 
 
 def pdl_options(device: torch.device) -> dict[str, bool]:
-    """Launch options, and the kernel's own constexpr, of a dependent launch on this device."""
-    if device.type == "cuda":
+    """Launch options, and the kernel's own constexpr, of a launch on this device.
+
+    Dependent launch came with compute capability 9.0: older GPUs launch one kernel after the other.
+    """
+    if device.type == "cuda" and _has_dependent_launch(device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
+
+
+@functools.cache
+def _has_dependent_launch(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may take; without bound where kernels are interpreted."""
+    if device.type != "cuda":
+        return 1 << 62
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 227 << 10)
 
 
 def coarse_power_of_2(n: int) -> int:

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import let_next_start, pdl_options, wait_for_previous
+from kernels.launch import let_next_start, pdl_options, shared_memory, wait_for_previous
 from kernels.silu_mul import silu_mul, silu_times
 
 if TYPE_CHECKING:
@@ -162,6 +162,11 @@ class LinearCut(NamedTuple):
     num_warps: int
     num_stages: int = 0
 
+    def stage_bytes(self, num_rows: int) -> int:
+        """Shared memory that all stages of the skinny kernel take, elements having two bytes."""
+        rows = max(16, triton.next_power_of_2(num_rows))
+        return self.num_stages * 2 * (self.out_tile + rows) * self.in_tile
+
 
 def gemv(
     x: torch.Tensor,
@@ -297,7 +302,7 @@ def linear(
         )
     if num_rows == 0:
         return out
-    cut = linear_cut(num_rows, out_features, in_features) if x.dtype.itemsize == 2 else None
+    cut = _cut_for(x, weight, gated=False)
     if cut is not None:
         _launcher(cut)(x, weight, bias, out, cut)
         return out
@@ -333,14 +338,23 @@ def gated_linear(
             f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and out {tuple(out.shape)} do not "
             f"fit each other"
         )
-    cut = None
-    if x.dtype.itemsize == 2:
-        cut = linear_cut(num_rows, weight.shape[0], in_features, gated=True)
+    cut = _cut_for(x, weight, gated=True)
     if cut is None or num_rows == 0:
         product = linear(x, weight, bias, out=x.new_empty(num_rows, weight.shape[0]))
         return silu_mul(product, out=out)
     _launcher(cut)(x, weight, bias, out, cut, gated=True)
     return out
+
+
+def _cut_for(x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> LinearCut | None:
+    if x.dtype.itemsize != 2:
+        return None
+    num_rows, in_features = x.shape
+    cut = linear_cut(num_rows, weight.shape[0], in_features, gated=gated)
+    # Cuts are made for GPUs with as much shared memory as an H200; others use the library.
+    if cut is not None and cut.stage_bytes(num_rows) > shared_memory(x.device):
+        return None
+    return cut
 
 
 def _launcher(cut: LinearCut) -> Callable[..., None]:
