@@ -26,7 +26,7 @@ RUN := PYTHONPATH=.:clients/python $(PY)
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-kill demo-unplug test-fast test test-gpu chaos test-compose check proto \
+.PHONY: help install demo demo-kill demo-unplug test-fast test test-gpu chaos fuzz soak test-compose check proto \
 	proto-check proto-baseline fmt lint typecheck imports bench bench-kernels bench-worker \
 	bench-scale up down logs clean
 
@@ -136,6 +136,13 @@ bench-kernels: $(DEV_READY) ## GPU kernels against SDPA and the figures to reach
 
 bench-worker: $(DEV_READY) ## one GPU worker alone, on plans from memory
 	$(RUN) tests/benchmarks/bench_worker.py $(ARGS)
+
+# What `make test` does with a few thousand messages.
+fuzz: $(DEV_READY) ## N= damaged messages into each end of every stream (SEED=)
+	$(RUN) tests/benchmarks/fuzz.py --count $(or $(N),100000) --seed $(or $(SEED),0) $(ARGS)
+
+soak: $(DEV_READY) ## is the control plane's memory flat over REQUESTS= requests (SEED=)
+	$(RUN) tests/benchmarks/soak.py --requests $(or $(REQUESTS),50000) --seed $(or $(SEED),0) $(ARGS)
 
 bench-scale: $(DEV_READY) ## many control planes, simulated: docs/scale.md (ARGS=--quick takes a minute)
 	$(RUN) -m tests.benchmarks.scale $(ARGS)

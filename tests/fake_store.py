@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from control_plane.prefix_store import EntryCodec, PrefixScope
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from control_plane.request import BlockHash, BlockId, Version
 
@@ -72,7 +72,7 @@ class FakeServer:
                 continue
             ids = sorted(values)
             first, second = ids[which % len(ids)], ids[other % len(ids)]
-            value = values[first]
+            value = values[first] or b"\0"
             if kind == "evicted":
                 del values[first]
             elif kind == "flipped":
@@ -133,6 +133,22 @@ class FakeStore:
         codec = EntryCodec(scope)
         entries = {i: codec.decode(i, value) for i, value in values.items()}
         return {i: entry for i, entry in entries.items() if entry is not None}  # type: ignore[misc]
+
+    async def known_scopes(
+        self, deployment: str, model_fingerprints: Collection[bytes]
+    ) -> list[PrefixScope] | None:
+        server = self._server
+        if server.delay_s:
+            await asyncio.sleep(server.delay_s)
+        if server.is_away:
+            return None
+        return [
+            scope
+            for scope, values in server.blocks.items()
+            if values
+            and scope.deployment == deployment
+            and scope.model_fingerprint in model_fingerprints
+        ]
 
     async def next_term(self, shard: str, at_least: int) -> int:
         server = self._server

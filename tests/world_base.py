@@ -54,10 +54,12 @@ class WorldBase:
         max_num_seqs: int = 4,
         max_num_batched_tokens: int = 32,
         lookahead: int = 2,
+        return_wait_s: float = 0.0,
     ) -> None:
         self.loop = VirtualTimeLoop()
         self.server = FakeServer()
         self.lookahead = lookahead
+        self.return_wait_s = return_wait_s
         self.planes: list[Plane] = []
         self.connections: list[Connection] = []
         self.clients: list[Client] = []
@@ -132,6 +134,7 @@ class WorldBase:
                     step_timeout_s=STEP_TIMEOUT_S,
                     replica_wait_s=REPLICA_WAIT_S,
                     adoption_wait_s=HOLD_S,
+                    return_wait_s=self.return_wait_s,
                     term_gather_s=0.0,
                     audit_interval_s=0.0,
                 ),
@@ -304,7 +307,8 @@ class WorldBase:
             if connection is None or connection.engine is None or not connection.to_control:
                 break
             message = connection.to_control.popleft()
-            if not connection.is_ended and connection.plane.takes_requests:
+            if connection.plane.takes_requests:
+                # Also over a stream that has ended: it may have been read by then.
                 fleet = connection.plane.cluster.fleet
                 self._call(fleet.receive, connection.engine, connection, message)
         self.run()

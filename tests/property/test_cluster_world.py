@@ -49,6 +49,7 @@ class ClusterMachine(RuleBasedStateMachine):
         lookahead=st.integers(0, 4),
         pace=st.integers(0, 3),
         num_clients=st.integers(0, 5),
+        return_wait_s=st.sampled_from([0.0, 1.5]),
     )
     def start(
         self,
@@ -59,6 +60,7 @@ class ClusterMachine(RuleBasedStateMachine):
         lookahead: int,
         pace: int,
         num_clients: int,
+        return_wait_s: float,
     ) -> None:
         self.pace = pace
         self.world = World(
@@ -67,6 +69,7 @@ class ClusterMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             lookahead=lookahead,
+            return_wait_s=return_wait_s,
         )
         self.is_started = True
         plane = self.world.start_plane()
@@ -367,7 +370,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
 TestClusterWorld = ClusterMachine.TestCase
 TestClusterWorld.settings = settings(
-    max_examples=60,
+    max_examples=100,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

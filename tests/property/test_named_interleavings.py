@@ -283,3 +283,155 @@ def test_a_worker_that_served_a_successor_makes_the_old_control_plane_step_back(
         world.come_to_rest()
     finally:
         world.close()
+
+
+def test_a_store_that_answers_late_does_not_name_blocks_that_were_handed_out_meanwhile(
+    world: World,
+) -> None:
+    plane, worker = start(world)
+    finish(world, client_of(world, plane, [*PREFIX, 30]))
+    plane.store.flush()
+    stored = core_of(plane).live_entries()
+    world.kill_plane(plane)
+    world.server.delay_s = 2.0
+    after = world.start_plane()
+    world.attach(worker, after)
+    world.run(2.1)  # The term.
+    core = core_of(after)
+    world.deliver_down(worker)
+    world.deliver_up(worker)
+    assert core.held_until > world.loop.time()
+    world.run(1.1)  # The wait for the store, which goes on.
+    assert core.held_until < world.loop.time()
+    # Every block is handed out; the last of each table is never filled, hence has no name.
+    for size in (37, 33):
+        client = world.new_client([*range(100 + size, 100 + 2 * size)], max_tokens=1)
+        world.send(client, after)
+        for _ in range(8):
+            world.round_trip(worker)
+        assert client.is_over
+    unnamed = set(stored) - set(core.live_entries())
+    assert unnamed
+    world.run(2.0)
+    assert core.counters.refused_entries > 0
+    assert not unnamed & set(core.live_entries())
+    world.check()
+    finish(world, client_of(world, after, [*PREFIX, 31]))
+    world.come_to_rest()
+
+
+@pytest.mark.parametrize("generations_come", [True, False])
+def test_an_index_kept_over_a_lost_stream_is_not_taken_on_trust(generations_come: bool) -> None:
+    """Another control plane of the same term had the worker meanwhile."""
+    world = World(num_workers=2, num_blocks=12, max_num_seqs=2)
+    try:
+        old = world.start_plane()
+        worker, other = world.workers
+        world.attach(worker, old)
+        world.round_trip(worker)
+        finish(world, client_of(world, old, [*PREFIX, 30]))
+        kept = core_of(old).live_entries()
+        assert kept
+        world.server.is_away = True
+        new = world.start_plane()
+        world.attach(other, new)
+        assert new.cluster.stats().term == old.cluster.stats().term
+        world.break_stream(worker)
+        world.crash(other)
+        world.attach(worker, new)
+        world.round_trip(worker)
+        world.run(1.1)  # For a store that is away nobody waits longer.
+        for first in (100, 200):
+            client = world.new_client([*range(first, first + 36)])
+            world.send(client, new)
+            for _ in range(40):
+                world.round_trip(worker)
+            assert client.is_over
+        world.break_stream(worker)
+        world.attach(worker, old)
+        client = world.new_client([*PREFIX, 31])
+        world.send(client, old)
+        if not generations_come:
+            world.deliver_down(worker)
+            world.run(1.1)
+            assert len(ordered(worker)) > 0
+        finish(world, client)
+        assert core_of(old).counters.refused_entries == len(kept)
+        assert core_of(old).scheduler.num_prefix_hits == 0
+        world.come_to_rest()
+    finally:
+        world.close()
+
+
+def test_what_comes_over_a_stream_that_has_ended_counts_for_nothing(world: World) -> None:
+    """The lease ran out over a half-open connection; the worker's results are read afterwards."""
+    plane, worker = start(world)
+    client = client_of(world, plane, [*PREFIX, 30], max_tokens=12)
+    world.round_trip(worker)
+    world.deliver_down(worker)
+    world.run_steps(worker)
+    old = worker.connection
+    assert old is not None
+    assert old.to_control
+    late = list(old.to_control)
+    received = list(client.received)
+    world.wait(10.0, heartbeats=False)
+    assert old.is_ended
+    world.deliver_up(worker)
+    assert client.received == received
+    assert old.engine is not None
+    # Nor do they over the next stream, whose Reset is above them.
+    world.deliver_down(worker)
+    world.attach(worker, plane)
+    world.deliver_down(worker)
+    assert worker.connection is not None
+    drain = worker_pb2.WorkerMessage(drain=worker_pb2.Drain())
+    world._call(plane.cluster.fleet.receive, old.engine, old, drain)
+    assert plane.cluster.num_ready("fake") == 1
+    worker.connection.to_control.extend(late)
+    num_resets = core_of(plane).counters.num_resets
+    world.deliver_up(worker)
+    assert client.received == received
+    assert core_of(plane).counters.num_resets == num_resets
+    finish(world, client)
+    assert client.received == client.expected
+    world.come_to_rest()
+
+
+def test_stored_values_that_changed_places_are_refused(world: World) -> None:
+    """Blocks of one plan have one generation: only the checksum tells whose a value is."""
+    plane, worker = start(world)
+    finish(world, client_of(world, plane, [*PREFIX, 30]))
+    plane.store.flush()
+    generations = {generation for _, generation in core_of(plane).live_entries().values()}
+    assert len(generations) < len(core_of(plane).live_entries())
+    world.server.damage("swapped", 0, 1)
+    world.kill_plane(plane)
+    after = world.start_plane()
+    world.attach(worker, after)
+    world.round_trip(worker)
+    world.check()
+    finish(world, client_of(world, after, [*PREFIX, 31]))
+    assert core_of(after).scheduler.num_prefix_hits == 0
+    world.come_to_rest()
+
+
+def test_a_failure_that_is_reported_twice_is_held_against_a_request_once(world: World) -> None:
+    plane, worker = start(world)
+    client = client_of(world, plane, [*PREFIX, 30], max_tokens=12)
+    worker.runner.fail_launch.add(ordered(worker)[0].version)
+    world.deliver_down(worker)
+    world.run_steps(worker)
+    connection = worker.connection
+    assert connection is not None
+    [failed] = connection.to_control
+    connection.to_control.extend([failed, failed])
+    world.deliver_up(worker)
+    core = core_of(plane)
+    assert core.attached
+    assert core.counters.num_step_failures == 1
+    assert client.request is not None
+    assert client.request.num_losses == 1
+    finish(world, client)
+    assert client.received == client.expected
+    world.come_to_rest()

@@ -13,7 +13,7 @@ from fake_model import FakeModelRunner, expected_output
 from google.protobuf.message import DecodeError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from row_table_tools import snapshot
+from row_table_tools import check_invariants, snapshot
 from scripted_control_plane import added_row, column
 
 from data_plane.plan_refused import PlanRefused
@@ -129,23 +129,6 @@ class PlanMaker:
         plan.appended_block_ids = column(*[block_id for _, block_id in appended])
         plan.chunk_rows = column(*[row for row, _ in chunks])
         plan.chunk_num_tokens = column(*[count for _, count in chunks])
-
-
-def check_invariants(table: RowTable) -> None:
-    state = table._state
-    rows = state.rows
-    held = np.zeros_like(state.holders)
-    for row in range(MAX_NUM_SEQS):
-        if not rows.occupied[row]:
-            assert rows.num_blocks[row] == 0
-            assert row not in state.known_tokens
-        np.add.at(held, table.block_table(row), 1)
-        assert not state.table[row, rows.num_blocks[row] :].any()
-    assert held.tolist() == state.holders.tolist()
-    assert held[0] == 0
-    assert (rows.num_computed <= rows.num_blocks * BLOCK_SIZE).all()
-    in_prefill = rows.occupied & (rows.num_computed < rows.num_known)
-    assert sorted(state.known_tokens) == np.flatnonzero(in_prefill).tolist()
 
 
 @SETTINGS
