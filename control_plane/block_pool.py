@@ -13,10 +13,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+
 from control_plane.errors import InvariantError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
 
     from control_plane.request import BlockHash, BlockId, Version
 
@@ -288,6 +292,18 @@ class BlockPool:
         }
         return cast("dict[BlockId, tuple[BlockHash, Version]]", entries)
 
+    def find_contradicted(self, generations: NDArray[np.int64]) -> list[int]:
+        """Blocks with a permanent entry that was made under another generation than this.
+
+        Args:
+            generations: [num_blocks] int64.
+        """
+        own = np.array(self._generation, dtype=np.int64)
+        is_named = np.fromiter((name is not None for name in self._hash), np.bool_, self.num_blocks)
+        is_permanent = is_named & (np.array(self._pending, dtype=np.int64) == _PERMANENT)
+        found: list[int] = np.flatnonzero(is_permanent & (own != generations)).tolist()
+        return found
+
     def pending_versions(self) -> set[int]:
         """Plans whose confirmation is awaited by some block's content."""
         return {version for version in self._pending if version != _PERMANENT}
@@ -328,6 +344,41 @@ class BlockPool:
                 problems.append(f"block {block_id} waits for plan {version}, which forgot it")
         if problems:
             raise InvariantError("block pool is inconsistent: " + "; ".join(problems))
+
+    def audit_free(self, block_ids: range) -> None:
+        """Check blocks of a pool that nobody holds any block of, each by what is next to it.
+
+        Pieces of one audit may come at different times: what is checked holds at any time.
+
+        Raises:
+            InvariantError: an invariant does not hold.
+        """
+        for block_id in block_ids:
+            name = self._hash[block_id]
+            entry = block_id if name is None else self._index.get(name)
+            is_indexed = entry == block_id or (isinstance(entry, list) and block_id in entry)
+            is_linked = self._is_linked(block_id)
+            if self._ref_cnt[block_id] or self._pending[block_id] or not (is_indexed and is_linked):
+                raise InvariantError(
+                    f"free block {block_id} is inconsistent: ref_cnt {self._ref_cnt[block_id]}, "
+                    f"pending {self._pending[block_id]}, indexed {is_indexed}, linked {is_linked}"
+                )
+
+    def _is_linked(self, block_id: int) -> bool:
+        """Whether both neighbours in the free queue know a block, and are of its kind."""
+        has_name = self._hash[block_id] is not None
+        head = self._cached if has_name else _UNCACHED
+        nxt, prev = self._next, self._prev
+        for there, back in ((nxt, prev), (prev, nxt)):
+            neighbour = there[block_id]
+            if neighbour != head and (
+                neighbour in (_UNCACHED, self._cached)
+                or (self._hash[neighbour] is not None) != has_name
+            ):
+                return False
+            if back[neighbour] != block_id:
+                return False
+        return True
 
     # The free queue's lists.
 

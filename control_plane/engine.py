@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from typing import TYPE_CHECKING, Protocol
 
 from google.protobuf import duration_pb2
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 # How long, and how often, a store that does not answer is asked for the entries of a replica.
 _LOAD_LIMIT_S = 60.0
 _LOAD_PAUSE_S = 0.2
+# Between two pieces of an audit, so that it takes no more than a fraction of the time.
+_AUDIT_PAUSE_S = 0.05
 
 
 class WorkerStream(Protocol):
@@ -158,6 +161,19 @@ class Engine:
         self.core.offer_entries(entries)
         self._wake.set()
 
+    def _keep_up_index(self) -> float:
+        """Do a piece of what is left of recovery or audit.
+
+        Returns:
+            Seconds until the next: others have their turn meanwhile. Infinite if nothing is left.
+        """
+        index = self.core.index
+        if index.has_work:
+            index.work()
+            # Behind the last one plans may be waiting.
+            return 0.0
+        return _AUDIT_PAUSE_S if index.is_auditing and self.core.is_idle else math.inf
+
     # The stream.
 
     def attach(self, facts: WorkerFacts, stream: WorkerStream, *, term: int) -> asyncio.Task[None]:
@@ -257,7 +273,8 @@ class Engine:
                 self._num_stalls = self._clock.num_stalls
                 self.send(worker_pb2.ControlMessage(heartbeat=worker_pb2.Heartbeat()))
                 heartbeat_at = now + self.core.config.lease_s / 3
-            times = [self.core.next_check(), self._drain_ends_at, heartbeat_at]
+            next_piece_s = self._keep_up_index()
+            times = [self.core.next_check(), self._drain_ends_at, heartbeat_at, now + next_piece_s]
             if self.core.held_until > now:
                 times.append(self.core.held_until)
             self._timer.arm(min(times) - now)

@@ -13,8 +13,8 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from control_plane.engine_config import EngineCounters
-from control_plane.errors import Code, InvariantError, ProtocolError
-from control_plane.index_recovery import IndexRecovery
+from control_plane.errors import Code, ProtocolError
+from control_plane.index_upkeep import IndexUpkeep
 from control_plane.losses import mark_lost
 from control_plane.plan import count_prompt_tokens, decode_step_result, encode_plan, malformed
 from control_plane.request import Version
@@ -50,6 +50,7 @@ class EngineCore:
         self.config = config
         self.scheduler = scheduler
         self.counters = EngineCounters()
+        self.index = IndexUpkeep(scheduler, config, self.counters)
         self.attached = False
         self.draining = False
         self.last_heard = 0.0
@@ -59,10 +60,6 @@ class EngineCore:
         self._reset_version = 0
         self.window = StepWindow(config.lookahead, config.max_lookahead)
         self._resets_in_a_row = 0
-        self._last_audit = float("-inf")
-        # What the store has to offer for this replica: None while that is unknown.
-        self._stored: Mapping[BlockId, tuple[BlockHash, Version]] | None = {}
-        self._recovery: IndexRecovery | None = None
         # Tokens to compute of requests that have not produced any yet, for the router.
         self._unstarted: dict[str, int] = {}
         self.unstarted_tokens = 0
@@ -78,14 +75,9 @@ class EngineCore:
             hold_s: How long plans may wait until the prefix index is checked against the
                 Generations that Welcome asked for; None: it did not ask.
         """
-        self._recovery = None
+        self.index.end()
         if hold_s is not None:
-            self._recovery = IndexRecovery(
-                self.scheduler.kv_cache_manager.pool,
-                applied_version=applied_version,
-                hold_until=now + hold_s,
-                stored=self._stored,
-            )
+            self.index.begin(applied_version, hold_until=now + hold_s)
         self.attached = True
         self.draining = False
         self.last_heard = now
@@ -104,7 +96,7 @@ class EngineCore:
             are not among them: they have failed.
         """
         self.attached = False
-        self._recovery = None
+        self.index.end()
         if lost:
             self._mark_lost(self.scheduler.requests_in_flight())
         self.window.clear()
@@ -139,9 +131,8 @@ class EngineCore:
             pass
         elif kind == "drain":
             self.draining = True
-        elif kind == "generations" and self._recovery is not None and self.is_recovering:
-            self._recovery.take(message.generations)
-            self._settle()
+        elif kind == "generations" and self.is_recovering:
+            self.index.take(message.generations)
         elif kind is None:
             raise malformed("message", "no known kind of message is set")
         else:
@@ -156,15 +147,14 @@ class EngineCore:
         """Send plans until the window is full or there is nothing to compute."""
         if not self.attached or now < self.held_until:
             return
-        if self._recovery is not None:
-            self._recovery.end_hold()
+        self.index.end_hold()
         while self.window.has_room:
             step = self.scheduler.schedule(Version(self.sent_version + 1))
             if step is None:
                 break
             self._send_plan(step, now)
         if self.is_idle:
-            self._audit_idle(now)
+            self.index.audit_idle(now)
 
     def check(self, now: float) -> None:
         """Look at the clock.
@@ -201,35 +191,20 @@ class EngineCore:
     @property
     def is_recovering(self) -> bool:
         """Generations were asked for and have not all arrived."""
-        return self._recovery is not None and not self._recovery.is_complete
+        return self.index.is_recovering
 
     @property
     def held_until(self) -> float:
         """Until when no plan is sent, because the prefix index is not checked yet."""
-        return float("-inf") if self._recovery is None else self._recovery.hold_until
+        return self.index.held_until
 
     def expect_entries(self) -> None:
         """The store is being asked: `offer_entries` follows, late or empty-handed."""
-        self._stored = None
+        self.index.expect_entries()
 
     def offer_entries(self, stored: Mapping[BlockId, tuple[BlockHash, Version]]) -> None:
         """What the store had. Taken over where the worker's generations agree."""
-        self._stored = stored
-        if self._recovery is not None:
-            self._recovery.offer(stored)
-            self._settle()
-
-    def _settle(self) -> None:
-        recovery = self._recovery
-        if recovery is None or not recovery.is_settled:
-            return
-        self._recovery = None
-        self._stored = {}
-        self.counters.adopted_blocks += recovery.num_adopted
-        self.counters.refused_entries += recovery.num_refused
-        numbers = (recovery.num_adopted, recovery.num_refused, self.sent_version)
-        if any(numbers[:2]):
-            logger.info("prefix index recovered: adopted=%d refused=%d sent_version=%d", *numbers)
+        self.index.offer_entries(stored)
 
     # Requests.
 
@@ -403,22 +378,6 @@ class EngineCore:
             sequence, request = added.sequence, added.sequence.request
             if sequence.num_admissions == 1 and sequence is request.live_sequences[0]:
                 self._output.started(request)
-
-    def _audit_idle(self, now: float) -> None:
-        """Check that nothing leaked: by count every time, block by block once in a while.
-
-        Raises:
-            InvariantError: Blocks are missing, or contradict each other.
-        """
-        scheduler = self.scheduler
-        if scheduler.num_free_blocks != scheduler.num_usable_blocks:
-            raise InvariantError(
-                f"{scheduler.num_free_blocks} of {scheduler.num_usable_blocks} blocks are free "
-                f"with nothing running: sent_version={self.sent_version}"
-            )
-        if now - self._last_audit >= self.config.audit_interval_s:
-            self._last_audit = now
-            scheduler.audit()
 
     # Losses.
 

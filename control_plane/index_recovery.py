@@ -11,6 +11,7 @@ for that. Does not know: the store, streams, clocks (time is an argument).
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from control_plane.plan import malformed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     Entries = Mapping[BlockId, tuple[BlockHash, Version]]
 
 _GENERATION = np.dtype("<i8")
+# Entries that are looked at without a pause: a few milliseconds.
+_PIECE = 1024
 # Of a block on which the ranks disagree: the generation of no entry.
 _DISAGREED = -1
 
@@ -92,6 +95,9 @@ class IndexRecovery:
     later are still taken over where the stream's plans have not handed their block out: the worker
     sent its generations as they were before any of those plans.
 
+    A store can know millions of blocks. So entries are taken over piece by piece, by whoever calls
+    `work`, and everybody else has a turn in between.
+
     Attributes:
         num_adopted: Entries of the store that were taken over.
         num_refused: Entries that were contradicted, or could not be checked in time.
@@ -125,20 +131,38 @@ class IndexRecovery:
         self._stored = stored
         self._has_kept = pool.num_cached_blocks > 0
         self._hold_has_ended = False
-        self._generations: list[int] = []
+        # By block; known once it is complete.
+        self._generations: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._steps: Iterator[int] | None = None
 
     @property
     def is_settled(self) -> bool:
         """Whether everything was checked: nothing comes after this."""
-        return self.is_complete and self._stored is not None
+        return self.is_complete and self._stored is not None and self._steps is None
 
     @property
     def hold_until(self) -> float:
         """Until when plans wait; in the past if there is nothing to wait for."""
-        is_waiting = self._stored is None or (
-            not self.is_complete and (self._has_kept or bool(self._stored))
+        is_waiting = (
+            self._stored is None
+            or self._steps is not None
+            or (not self.is_complete and (self._has_kept or bool(self._stored)))
         )
         return self._hold_until if is_waiting else float("-inf")
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `work` has something to do."""
+        return self._steps is not None
+
+    def work(self, num_entries: int) -> None:
+        """Look at so many entries, or a few more."""
+        while self._steps is not None and num_entries > 0:
+            done = next(self._steps, None)
+            if done is None:
+                self._steps = None
+            else:
+                num_entries -= done
 
     def take(self, message: worker_pb2.Generations, rank: int = 0) -> None:
         """Read one chunk; with the last one of all ranks everything known so far is checked.
@@ -151,16 +175,16 @@ class IndexRecovery:
         if all(one.is_complete for one in self._ranks):
             first, *others = [one.values for one in self._ranks]
             agreed = np.logical_and.reduce([first == other for other in others], initial=True)
-            self._generations = np.where(agreed, first, _DISAGREED).tolist()
+            self._generations = np.where(agreed, first, _DISAGREED)
             self.is_complete = True
             self._check_kept()
-            self._adopt()
+            self._begin_to_adopt()
 
     def offer(self, stored: Entries) -> None:
         """The store has answered."""
         self._stored = stored
         if self.is_complete:
-            self._adopt()
+            self._begin_to_adopt()
 
     def end_hold(self) -> None:
         """Plans start now, whatever is missing. Idempotent."""
@@ -174,32 +198,37 @@ class IndexRecovery:
                 self.num_refused += 1
         elif self._stored is None:
             # What the store may still tell about is handed out last.
-            self._pool.reorder_free(
-                sorted(range(1, self._pool.num_blocks), key=self._generations.__getitem__)
-            )
+            self._pool.reorder_free((1 + np.argsort(self._generations[1:], kind="stable")).tolist())
 
     def _check_kept(self) -> None:
-        if self._hold_has_ended:
+        if self._hold_has_ended or not self._has_kept:
             # Nothing was kept; what is in the index now was computed by this stream's plans.
             return
-        for block_id, (_, generation) in self._pool.permanent_entries().items():
-            if self._generations[block_id] != generation:
-                self._pool.forget(block_id)
-                self.num_refused += 1
+        for block_id in self._pool.find_contradicted(self._generations):
+            self._pool.forget(block_id)
+            self.num_refused += 1
 
-    def _adopt(self) -> None:
-        if self._stored is None:
-            return
+    def _begin_to_adopt(self) -> None:
+        if self._stored:
+            self._steps = self._adopt(self._stored)
+
+    def _adopt(self, stored: Entries) -> Iterator[int]:
+        """Take over what is true. Yields how many entries it has looked at since the last time."""
         pool, generations = self._pool, self._generations
-        valid = [
-            (int(generation), -int(block_id))
-            for block_id, (_, generation) in self._stored.items()
-            if block_id < len(generations) and generations[block_id] == generation
-        ]
-        hashes: dict[int, BlockHash] = {i: name for i, (name, _) in self._stored.items()}
+        items = iter(stored.items())
+        valid: list[NDArray[np.int64]] = []
+        while piece := list(islice(items, _PIECE)):
+            found = np.array([(block_id, name[1]) for block_id, name in piece], dtype=np.int64)
+            found = found[(found[:, 0] > 0) & (found[:, 0] < generations.size)]
+            valid.append(found[generations[found[:, 0]] == found[:, 1]])
+            yield len(piece)
+        block_ids, since = np.concatenate(valid).T
         # The oldest are evicted first; of one plan's, the tail: ids of a prompt mostly ascend.
-        for generation, negative_id in sorted(valid):
-            self.num_adopted += pool.adopt(-negative_id, hashes[-negative_id], generation)
-        self.num_refused += len(self._stored) - self.num_adopted
-        self._stored = {}
-        self._generations = []
+        order = block_ids[np.lexsort((-block_ids, since))]
+        for first in range(0, order.size, _PIECE):
+            piece_ids: list[BlockId] = order[first : first + _PIECE].tolist()
+            for block_id in piece_ids:
+                self.num_adopted += pool.adopt(block_id, *stored[block_id])
+            yield _PIECE
+        self.num_refused += len(stored) - self.num_adopted
+        self._generations = self._generations[:0]

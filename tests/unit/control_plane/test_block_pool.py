@@ -153,3 +153,39 @@ def test_audit_finds_damage(damage: object):
     damage(pool)  # type: ignore[operator]
     with pytest.raises(InvariantError, match="block pool is inconsistent"):
         pool.audit()
+
+
+def free_pool() -> BlockPool:
+    """Named and unnamed free blocks, one name twice."""
+    pool = BlockPool(9)
+    held = pool.allocate(6, 1)
+    pool.register(held[:4], [A, B, A, bytes(32)], None)
+    pool.release(reversed(held))
+    return pool
+
+
+def test_audit_of_free_blocks_finds_nothing_where_there_is_nothing():
+    pool = free_pool()
+    pool.audit()
+    pool.audit_free(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda pool: pool._ref_cnt.__setitem__(5, 1),
+        lambda pool: pool._next.__setitem__(2, 0),
+        lambda pool: pool._prev.__setitem__(6, 7),
+        lambda pool: pool._unlink(8),
+        lambda pool: pool._hash.__setitem__(7, A),
+        lambda pool: pool._index.pop(B),
+        lambda pool: pool._index[A].remove(3),
+        lambda pool: pool._pending.__setitem__(1, 9),
+        lambda pool: (pool._unlink(1), pool._link_last(0, 1)),
+    ],
+)
+def test_audit_of_free_blocks_finds_damage(damage: object):
+    pool = free_pool()
+    damage(pool)  # type: ignore[operator]
+    with pytest.raises(InvariantError, match="is inconsistent"):
+        pool.audit_free(range(1, 9))

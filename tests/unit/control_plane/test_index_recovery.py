@@ -25,8 +25,20 @@ def chunk(first: int, *values: int, is_last: bool = True) -> worker_pb2.Generati
     )
 
 
+class Checking(IndexRecovery):
+    """One whose work is done as soon as there is any."""
+
+    def take(self, message: worker_pb2.Generations, rank: int = 0) -> None:
+        super().take(message, rank)
+        self.work(1 << 30)
+
+    def offer(self, stored: Any) -> None:
+        super().offer(stored)
+        self.work(1 << 30)
+
+
 def recovery(pool: BlockPool, stored: Any) -> IndexRecovery:
-    return IndexRecovery(pool, applied_version=APPLIED, hold_until=5.0, stored=stored)
+    return Checking(pool, applied_version=APPLIED, hold_until=5.0, stored=stored)
 
 
 def test_entries_are_adopted_where_generations_agree() -> None:
@@ -81,9 +93,7 @@ def test_late_entries_are_adopted_but_for_blocks_handed_out_since() -> None:
 def test_an_entry_counts_only_if_every_rank_has_its_generation() -> None:
     pool = BlockPool(NUM_BLOCKS)
     stored = {1: (A, 7), 2: (B, 7), 3: (C, 9)}
-    checking = IndexRecovery(
-        pool, applied_version=APPLIED, hold_until=5.0, stored=stored, num_ranks=2
-    )
+    checking = Checking(pool, applied_version=APPLIED, hold_until=5.0, stored=stored, num_ranks=2)
     checking.take(chunk(0, 0, 7, 7, 9, 0, 0), rank=1)
     assert not checking.is_complete
     assert checking.hold_until == 5.0
@@ -100,14 +110,14 @@ def test_what_was_kept_is_dropped_where_the_ranks_disagree() -> None:
     pool = BlockPool(NUM_BLOCKS)
     pool.register(pool.allocate(2, 5), [A, B], None)
     pool.release([2, 1])
-    checking = IndexRecovery(pool, applied_version=APPLIED, hold_until=5.0, stored={}, num_ranks=2)
+    checking = Checking(pool, applied_version=APPLIED, hold_until=5.0, stored={}, num_ranks=2)
     checking.take(chunk(0, 0, 5, 5, 0, 0, 0), rank=0)
     checking.take(chunk(0, 0, 5, 6, 0, 0, 0), rank=1)
     assert pool.permanent_entries() == {1: (A, 5)}
 
 
 def test_chunks_of_one_rank_do_not_count_for_another() -> None:
-    checking = IndexRecovery(
+    checking = Checking(
         BlockPool(NUM_BLOCKS), applied_version=APPLIED, hold_until=5.0, stored={}, num_ranks=2
     )
     checking.take(chunk(0, 0, 7, is_last=False), rank=0)
@@ -174,3 +184,44 @@ def test_contradictions_are_refused_by_name(
     assert error.value.reason == "MALFORMED_MESSAGE"
     assert error.value.metadata["field"] == f"generations.{field}"
     assert pool.num_cached_blocks == 0
+
+
+def test_many_entries_are_taken_over_piece_by_piece_while_plans_wait() -> None:
+    num_blocks = 5000
+    pool = BlockPool(num_blocks)
+    generations = [0, *([7] * (num_blocks - 1))]
+    stored: Any = {i: (bytes([i % 256, i // 256]) * 16, 7) for i in range(1, num_blocks)}
+    checking = IndexRecovery(pool, applied_version=APPLIED, hold_until=5.0, stored=stored)
+    checking.take(chunk(0, *generations))
+    assert checking.has_work
+    assert checking.hold_until == 5.0
+    num_pieces = 0
+    while checking.has_work:
+        assert not checking.is_settled
+        before = pool.num_cached_blocks
+        checking.work(1)
+        assert pool.num_cached_blocks - before <= 1024
+        num_pieces += 1
+    assert num_pieces > 8
+    assert checking.is_settled
+    assert checking.hold_until < 0
+    assert (checking.num_adopted, checking.num_refused) == (num_blocks - 1, 0)
+    pool.audit()
+
+
+def test_blocks_that_plans_take_between_two_pieces_are_left_alone() -> None:
+    num_blocks = 5000
+    pool = BlockPool(num_blocks)
+    stored: Any = {i: (bytes([i % 256, i // 256]) * 16, 7) for i in range(1, num_blocks)}
+    checking = IndexRecovery(pool, applied_version=APPLIED, hold_until=5.0, stored=stored)
+    checking.take(chunk(0, 0, *([7] * (num_blocks - 1))))
+    held: list[int] = []
+    while checking.has_work:
+        held += pool.allocate(10, APPLIED + 1)
+        checking.work(1)
+    entries = pool.permanent_entries()
+    assert not set(held) & set(entries)
+    assert len(held) + len(entries) == num_blocks - 1
+    assert checking.num_adopted + checking.num_refused == num_blocks - 1
+    assert 0 < checking.num_refused < len(held)
+    pool.audit()
