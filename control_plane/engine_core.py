@@ -9,7 +9,6 @@ A ProtocolError out of any method means: end this worker's stream with it, then 
 from __future__ import annotations
 
 import logging
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from control_plane.engine_config import EngineCounters
@@ -61,7 +60,8 @@ class EngineCore:
         self.window = StepWindow(config.lookahead, config.max_lookahead)
         self._resets_in_a_row = 0
         # Tokens to compute of requests that have not produced any yet, for the router.
-        self._unstarted: dict[str, int] = {}
+        self._unstarted: dict[Request, int] = {}
+        self._unstarted_sequences: set[RequestSequence] = set()
         self.unstarted_tokens = 0
 
     # The stream.
@@ -102,6 +102,7 @@ class EngineCore:
         self.window.clear()
         requests = self.scheduler.evacuate()
         self._unstarted.clear()
+        self._unstarted_sequences.clear()
         self.unstarted_tokens = 0
         return requests
 
@@ -213,7 +214,8 @@ class EngineCore:
         num_tokens = request.prompt_token_ids.size + sum(
             len(sequence.output_token_ids) for sequence in request.sequences
         )
-        self._unstarted[request.req_id] = num_tokens
+        self._unstarted[request] = num_tokens
+        self._unstarted_sequences.update(request.sequences)
         self.unstarted_tokens += num_tokens
         self.scheduler.add(request)
 
@@ -388,12 +390,16 @@ class EngineCore:
             self._output.fail(request, error)
 
     def _count_started(self, update: StepUpdate) -> None:
-        if self._unstarted:
-            for sequence in chain(update.sequences, update.finished):
+        if self._unstarted_sequences:
+            # Sets, because among hundreds of sequences that go on few begin.
+            for sequence in self._unstarted_sequences.intersection(update.sequences):
+                self._started(sequence.request)
+            for sequence in update.finished:
                 self._started(sequence.request)
 
     def _started(self, request: Request) -> None:
-        self.unstarted_tokens -= self._unstarted.pop(request.req_id, 0)
+        self.unstarted_tokens -= self._unstarted.pop(request, 0)
+        self._unstarted_sequences.difference_update(request.sequences)
 
 
 def _count_replayed(step: ScheduledStep) -> int:

@@ -191,7 +191,8 @@ def test_rotation_keeps_the_newest_within_the_bound_and_each_begins_with_its_row
         segment = open_segment(path)
         header, records = segment.header, list(segment.records())
         assert header.num_rows == 1
-        assert header.num_plans == 1
+        # Two between a plan and the result of the one before; where files end is up to timestamps.
+        assert header.num_plans in (1, 2)
         assert header.HasField("welcome")
         assert [r.HasField("row") for r in records[:2]] == [True, False]
         assert records[1].sent.plan.version == header.version + 1
