@@ -27,6 +27,8 @@ _LEAP_S = 0.005
 # A step that became faster has to be followed at once, or the device idles.
 _FASTER_SHARE = 1 / 2
 _SLOWER_SHARE = 1 / 16
+# Share of a step that a plan should be there before it is needed: it has to be launched, too.
+_LEAD = 0.25
 # Distances between results waver with the link; only their average tells anything.
 _OVERHEAD_SHARE = 1 / 64
 
@@ -140,7 +142,7 @@ class StepWindow:
         if num_queued >= self._limit:
             return False
         queued_s = self._times.expected_s(num_queued, self._num_queued_tokens)
-        return queued_s < self.round_trip.reach_s
+        return queued_s < self.round_trip.reach_s + _LEAD * self._times.expected_s(1, 0)
 
     @property
     def lookahead(self) -> int:
@@ -148,7 +150,8 @@ class StepWindow:
         step_s = self._times.expected_s(1, 0)
         if step_s == math.inf:
             return self._least
-        return max(self._least, min(self._most, math.ceil(self.round_trip.reach_s / step_s)))
+        num_steps = math.ceil(self.round_trip.reach_s / step_s + _LEAD)
+        return max(self._least, min(self._most, num_steps))
 
     @property
     def oldest(self) -> int | None:
