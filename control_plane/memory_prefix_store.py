@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from control_plane.prefix_store import EntryCodec, StoreObserver, StoreTiming
+from control_plane.prefix_store import MAX_SCOPES, EntryCodec, StoreObserver, StoreTiming
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from control_plane.prefix_store import PrefixScope
     from control_plane.request import BlockHash, BlockId, Version
@@ -89,6 +89,18 @@ class MemoryPrefixStore:
         entries = dict(state.entries) if state else {}
         self._observer.on_loaded(len(entries), 0)
         return entries
+
+    async def known_scopes(
+        self, deployment: str, model_fingerprints: Collection[bytes]
+    ) -> list[PrefixScope]:
+        self._expire()
+        return [
+            scope
+            for scope, state in self._scopes.items()
+            if state.entries
+            and scope.deployment == deployment
+            and scope.model_fingerprint in model_fingerprints
+        ][:MAX_SCOPES]
 
     async def next_term(self, shard: str, at_least: int) -> int:
         term = max(self._terms.get(shard, 0), at_least) + 1

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Protocol
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from control_plane.request import BlockHash, BlockId, Version
 
 HASH_BYTES = 32
+# More replicas than one control plane has.
+MAX_SCOPES = 1024
 _ENTRY_FORMAT = 2
 # Format byte, block hash, generation, the same on every machine; a checksum follows.
 _ENTRY = struct.Struct("<B32sq")
@@ -93,6 +95,16 @@ class PrefixStore(Protocol):
         """Read the entries of a replica; None if the store does not answer within its limit.
 
         Values that do not read as entries are left out.
+        """
+        ...
+
+    async def known_scopes(
+        self, deployment: str, model_fingerprints: Collection[bytes]
+    ) -> list[PrefixScope] | None:
+        """Which replicas of these models have entries; None if the store does not answer in time.
+
+        Those of this shard only, `MAX_SCOPES` at most. It is a lagging copy too: replicas that are
+        gone stay for their TTL.
         """
         ...
 
@@ -306,6 +318,7 @@ def open_prefix_store(
     url: str,
     *,
     deployment: str,
+    shard: str = "0",
     timing: StoreTiming | None = None,
     observer: StoreObserver | None = None,
 ) -> PrefixStore:
@@ -314,6 +327,7 @@ def open_prefix_store(
     Args:
         url: redis://, rediss:// or memory://.
         deployment: Separates the term counters of installations that share a server.
+        shard: Separates the replicas of control planes that share a deployment.
         timing: Defaults suit production.
         observer: Receives what metrics need.
 
@@ -330,4 +344,6 @@ def open_prefix_store(
     # Imported here: without a server, the redis package is not needed.
     from control_plane.redis_prefix_store import RedisPrefixStore
 
-    return RedisPrefixStore(address, deployment=deployment, timing=timing, observer=observer)
+    return RedisPrefixStore(
+        address, deployment=deployment, shard=shard, timing=timing, observer=observer
+    )

@@ -7,6 +7,7 @@ up after a limit.
     pagewire:1:blocks:{deployment}:{model fingerprint}:{replica epoch}   hash, with a TTL
         {block id}   format byte, block hash, generation, checksum (`prefix_store.EntryCodec`)
         writer       random id of the process whose unbroken changes the hash holds
+    pagewire:1:scopes:{deployment}:{shard}                               set (`scope_register`)
     pagewire:1:term:{deployment}:{shard}                                 counter, no TTL
 
 Whether the server lost something is seen from two things: the `writer` field is not ours (expired,
@@ -31,9 +32,10 @@ from redis import exceptions
 
 from control_plane.prefix_store import EntryCodec, StoreObserver, StoreTiming
 from control_plane.redis_client import FAILURES, describe_error, is_wrong_type, kind_of, new_client
+from control_plane.scope_register import KEY_PREFIX, WRITER, ScopeRegister, blocks_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from redis.asyncio import Redis
 
@@ -44,8 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PREFIX = "pagewire:1"
-_WRITER = b"writer"
 _BATCH = 1024  # entries per exchange: about 60 KB
 _MAX_BLOCK_ID_DIGITS = 10  # int32
 
@@ -63,11 +63,13 @@ class _Scope:
         lease_at: Monotonic time of the last sign of life.
         renewed_at: Monotonic time at which the server last got a new TTL.
         synced_connection: The connection on which everything was written; 0: none.
+        is_listed: Whether those who ask for known scopes hear of it.
     """
 
     __slots__ = (
         "codec",
         "in_flight",
+        "is_listed",
         "key",
         "lease_at",
         "live",
@@ -85,6 +87,7 @@ class _Scope:
         self.lease_at = 0.0
         self.renewed_at = float("-inf")
         self.synced_connection = 0
+        self.is_listed = False
 
 
 class RedisPrefixStore:
@@ -95,6 +98,7 @@ class RedisPrefixStore:
         address: RedisAddress,
         *,
         deployment: str,
+        shard: str = "0",
         timing: StoreTiming | None = None,
         observer: StoreObserver | None = None,
     ) -> None:
@@ -102,6 +106,7 @@ class RedisPrefixStore:
         self._deployment = deployment
         self._timing = timing or StoreTiming()
         self._observer = observer or StoreObserver()
+        self._register = ScopeRegister(shard, ttl_ms=self._ttl_ms)
         self._writer_id = os.urandom(16)
         self._scopes: dict[PrefixScope, _Scope] = {}
         self._unwritten_terms: dict[str, int] = {}
@@ -158,7 +163,7 @@ class RedisPrefixStore:
         entries: dict[int, tuple[bytes, int]] = {}
         num_invalid = 0
         codec = EntryCodec(scope)
-        key = self._blocks_key(scope)
+        key = blocks_key(scope)
         try:
             async with asyncio.timeout(self._timing.load_timeout_s):
                 cursor = -1
@@ -171,7 +176,7 @@ class RedisPrefixStore:
                         entry = None if block_id is None else codec.decode(block_id, value)
                         if block_id is not None and entry is not None:
                             entries[block_id] = entry
-                        elif name != _WRITER:
+                        elif name != WRITER:
                             num_invalid += 1
         except FAILURES as error:
             self._observer.on_failure(kind_of(error))
@@ -190,8 +195,20 @@ class RedisPrefixStore:
         self._observer.on_loaded(len(entries), num_invalid)
         return cast("dict[BlockId, tuple[BlockHash, Version]]", entries)
 
+    async def known_scopes(
+        self, deployment: str, model_fingerprints: Collection[bytes]
+    ) -> list[PrefixScope] | None:
+        try:
+            async with asyncio.timeout(self._timing.op_timeout_s):
+                scopes = await self._register.read(self._reader, deployment)
+        except FAILURES as error:
+            self._observer.on_failure(kind_of(error))
+            logger.warning("known replicas not read: error=%s", describe_error(error))
+            return None
+        return [scope for scope in scopes if scope.model_fingerprint in model_fingerprints]
+
     async def next_term(self, shard: str, at_least: int) -> int:
-        key = f"{_PREFIX}:term:{quote(self._deployment, safe='')}:{quote(shard, safe='')}"
+        key = f"{KEY_PREFIX}:term:{quote(self._deployment, safe='')}:{quote(shard, safe='')}"
         at_least = max(at_least, self._unwritten_terms.get(key, 0))
         term = at_least + 1
         try:
@@ -222,12 +239,9 @@ class RedisPrefixStore:
     def _touch(self, scope: PrefixScope) -> _Scope:
         state = self._scopes.get(scope)
         if state is None:
-            state = self._scopes[scope] = _Scope(self._blocks_key(scope), EntryCodec(scope))
+            state = self._scopes[scope] = _Scope(blocks_key(scope), EntryCodec(scope))
         state.lease_at = time.monotonic()
         return state
-
-    def _blocks_key(self, scope: PrefixScope) -> str:
-        return f"{_PREFIX}:blocks:{scope.key}"
 
     def _set_pending(
         self, state: _Scope, block_id: int, entry: tuple[BlockHash, Version] | None
@@ -269,12 +283,14 @@ class RedisPrefixStore:
         """Pass on everything that is due; raises at the first thing that fails."""
         self._wake.clear()
         now = time.monotonic()
-        for scope in [
-            s for s, state in self._scopes.items() if now - state.lease_at > self._timing.ttl_s
-        ]:
+        ttl_s = self._timing.ttl_s
+        expired = [s for s, state in self._scopes.items() if now - state.lease_at > ttl_s]
+        for scope in expired:
             del self._scopes[scope]
         # Also the question whether the server is there at all.
         await self._exchange(self._client.ping())
+        for scope in expired:
+            await self._exchange(self._register.remove(self._client, scope))
         for key, term in list(self._unwritten_terms.items()):
             counter = await self._exchange(_read_counter(self._client, key))
             if counter is None or counter < term:
@@ -282,9 +298,9 @@ class RedisPrefixStore:
             if self._unwritten_terms.get(key) == term:
                 del self._unwritten_terms[key]
         refusal: exceptions.ResponseError | None = None
-        for state in list(self._scopes.values()):
+        for scope, state in list(self._scopes.items()):
             try:
-                await self._flush_scope(state, now)
+                await self._flush_scope(scope, state, now)
             except exceptions.ResponseError as error:
                 if is_wrong_type(error):
                     await self._replace_key(state)
@@ -294,14 +310,18 @@ class RedisPrefixStore:
         if refusal is not None:
             raise refusal
 
-    async def _flush_scope(self, state: _Scope, now: float) -> None:
+    async def _flush_scope(self, scope: PrefixScope, state: _Scope, now: float) -> None:
         if state.live is not None and now - state.renewed_at >= self._timing.renew_interval_s:
-            await self._renew(state, state.live)
+            await self._renew(scope, state, state.live)
             state.renewed_at = now
             state.live = None
         # Bounded, so that a busy scope does not keep the others waiting.
         for _ in range(0, len(state.pending), _BATCH):
             await self._write_batch(state)
+        if not state.is_listed:
+            # Last: a full server refuses it, but takes removals, and has room afterwards.
+            await self._exchange(self._register.add(self._client, scope))
+            state.is_listed = True
 
     async def _replace_key(self, state: _Scope) -> None:
         """Remove what is not a hash, hence not ours; everything is written at the next lease."""
@@ -311,11 +331,16 @@ class RedisPrefixStore:
         state.renewed_at = float("-inf")
         self._wake.set()
 
-    async def _renew(self, state: _Scope, live: Live) -> None:
+    async def _renew(self, scope: PrefixScope, state: _Scope, live: Live) -> None:
         pipe = self._client.pipeline(transaction=False)
-        pipe.hget(state.key, _WRITER.decode())
+        pipe.hget(state.key, WRITER.decode())
         pipe.pexpire(state.key, self._ttl_ms)
-        writer, _ = await self._exchange(pipe.execute())
+        self._register.ask(pipe, scope)
+        # What is wrong with the set is no fault of the hash, nor the other way round.
+        answers = await self._exchange(pipe.execute(raise_on_error=False))
+        if refused := [a for a in answers[:2] if isinstance(a, Exception)]:
+            raise refused[0]
+        writer, state.is_listed = answers[0], answers[-1] == 1
         if writer == self._writer_id and state.synced_connection == self._connections:
             return
         # Read before the exchange: a connection that is replaced meanwhile counts as unsynced.
@@ -323,7 +348,7 @@ class RedisPrefixStore:
         entries = live()
         for block_id, entry in entries.items():
             self._set_pending(state, block_id, entry)
-        await self._set_fields(state, {_WRITER: self._writer_id})
+        await self._set_fields(state, {WRITER: self._writer_id})
         state.synced_connection = connection
         self._observer.on_resync(len(entries))
 

@@ -83,9 +83,13 @@ async def until_loaded(
 
 @contextlib.asynccontextmanager
 async def opened_store(
-    url: str, *, timing: StoreTiming = TIMING, observer: StoreObserver | None = None
+    url: str,
+    *,
+    timing: StoreTiming = TIMING,
+    observer: StoreObserver | None = None,
+    shard: str = "0",
 ) -> AsyncIterator[PrefixStore]:
-    store = open_prefix_store(url, deployment="test", timing=timing, observer=observer)
+    store = open_prefix_store(url, deployment="test", shard=shard, timing=timing, observer=observer)
     await store.start()
     try:
         yield store

@@ -7,6 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 import pytest
+from conditions import until
 from prefix_store_helpers import (
     OTHER_DEPLOYMENT,
     OTHER_EPOCH,
@@ -168,6 +169,44 @@ async def test_terms_grow_and_exceed_what_is_asked(open_store):
     assert await store.next_term("s0", 40) == 41
     assert await store.next_term("s0", 7) == 42
     assert await store.next_term("s1", 0) == 1
+
+
+async def until_known(store, expected, *, deployment="test"):
+    async def is_so() -> bool:
+        scopes = await store.known_scopes(deployment, [SCOPE.model_fingerprint])
+        return scopes is not None and set(scopes) == set(expected)
+
+    await until(is_so)
+
+
+async def test_replicas_that_have_entries_are_known(open_store):
+    store = await open_store()
+    assert await store.known_scopes("test", [SCOPE.model_fingerprint]) == []
+    store.record(SCOPE, entries(1))
+    store.renew(OTHER_EPOCH, lambda: entries(2))
+    store.record(OTHER_DEPLOYMENT, entries(1))
+    await until_known(store, [SCOPE, OTHER_EPOCH])
+    await until_known(store, [OTHER_DEPLOYMENT], deployment="other:test")
+    assert await store.known_scopes("test", [b"\x07" * 32]) == []
+
+
+async def test_a_replica_without_entries_is_not_known(open_store):
+    store = await open_store()
+    store.renew(SCOPE, dict)
+    store.record(OTHER_EPOCH, entries(2))
+    await until_known(store, [OTHER_EPOCH])
+    store.record(OTHER_EPOCH, dict.fromkeys([1, 2]))
+    await until_known(store, [])
+    store.record(SCOPE, entries(1))
+    await until_known(store, [SCOPE])
+
+
+async def test_a_replica_is_unknown_once_its_entries_expired(open_store):
+    store = await open_store(timing=StoreTiming(ttl_s=0.2, renew_interval_s=0.01, coalesce_s=0.001))
+    store.record(SCOPE, entries(3))
+    await until_known(store, [])
+    store.renew(SCOPE, lambda: entries(3))
+    await until_known(store, [SCOPE])
 
 
 async def test_closing_twice_and_recording_afterwards_is_harmless(open_store):
