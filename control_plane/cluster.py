@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from control_plane.cluster_config import ClusterConfig
+    from control_plane.engine import Engine
     from control_plane.errors import ServingError
     from control_plane.prefix_store import PrefixStore
     from control_plane.request import Request
@@ -90,7 +91,7 @@ class Cluster:
         )
         self._live: dict[str, Live] = {}
         self._readers = TokenReaders()
-        self._waiting = WaitingRoom(config.replica_wait_s, self._end, self.clock)
+        self._waiting = WaitingRoom(config.replica_wait_s, self._give_up, self.clock)
         self._superseded = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -105,6 +106,7 @@ class Cluster:
         """Begin to take requests; workers attach through `fleet`."""
         self._started_at_s = time.time()
         self.clock.start()
+        self.fleet.start()
 
     async def stop(self) -> None:
         """End every worker's stream and fail what is still live with ShuttingDownError."""
@@ -263,7 +265,7 @@ class Cluster:
             self._place(live)
 
     def replica_ready(self) -> None:
-        """A replica attached: place what waits."""
+        """Replicas take requests: place what waits."""
         for live in self._waiting.take_all():
             self._place(live)
 
@@ -276,7 +278,10 @@ class Cluster:
     # Stats.
 
     def num_ready(self, model: str) -> int:
-        """Replicas of the model that take work now and make progress with what they have."""
+        """Replicas of the model that take work now and make progress with what they have.
+
+        None as long as requests wait for replicas to come back, whoever is attached.
+        """
         return sum(not engine.is_stuck for engine in self.fleet.ready(self.models[model]))
 
     def longest_fit(self, model: ServedModel, num_sequences: int) -> int:
@@ -317,14 +322,24 @@ class Cluster:
 
     def _place(self, live: Live) -> None:
         """Hand the request to a replica, or let it wait for one."""
+        if not self._hand_over(live, self.fleet.ready(live.model)):
+            self._waiting.add(live)
+
+    def _hand_over(self, live: Live, engines: list[Engine]) -> bool:
+        """Hand the request to one of these; False if it fits none."""
         with self._failure.guard():
-            ready = self.fleet.ready(live.model)
-            router.resolve_length(live.request, ready)
-            live.engine = router.choose(live.request, ready)
-            if live.engine is None:
-                self._waiting.add(live)
-            else:
+            router.resolve_length(live.request, engines)
+            live.engine = router.choose(live.request, engines)
+            if live.engine is not None:
                 live.engine.add(live.request)
+        return live.engine is not None
+
+    def _give_up(self, live: Live, error: ServingError) -> None:
+        """The request has waited for as long as it can."""
+        self._waiting.remove(live)
+        # If only for the best replica, then another one is better than none.
+        if not self._hand_over(live, self.fleet.attached(live.model)):
+            self._end(live, error)
 
     def _end(self, live: Live, error: ServingError) -> None:
         """End a live request with an error, wherever it is."""

@@ -20,6 +20,9 @@ class ClusterConfig(EngineConfig):
         kv_dtype: Refuse workers with another one; None: the first worker decides.
         prefix_caching: Whether blocks are found again by their hash.
         max_bypass: How many requests may overtake one that does not fit.
+        return_wait_s: How long after the first worker came back from an earlier control plane
+            requests wait for others that are known to have cached prefixes; longer than any worker
+            pauses between two attempts. 0: they do not wait.
         replica_wait_s: How long a request waits for a replica before it fails as unavailable.
         max_queued_requests: Requests without a row, over all replicas, before new ones are refused.
         max_queued_tokens: Prompt tokens of those requests, likewise.
@@ -36,6 +39,7 @@ class ClusterConfig(EngineConfig):
     kv_dtype: str | None = None
     prefix_caching: bool = True
     max_bypass: int = 16
+    return_wait_s: float = 1.5
     replica_wait_s: float = 30.0
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_000_000
@@ -45,7 +49,13 @@ class ClusterConfig(EngineConfig):
     def __post_init__(self) -> None:
         # Not super(): a class with slots is built anew, and its cell names the one before.
         EngineConfig.__post_init__(self)
-        for name in ("replica_wait_s", "max_queue_wait_s", "term_gather_s", "max_bypass"):
+        for name in (
+            "return_wait_s",
+            "replica_wait_s",
+            "max_queue_wait_s",
+            "term_gather_s",
+            "max_bypass",
+        ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in (

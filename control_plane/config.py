@@ -130,6 +130,7 @@ def parse_args(argv: list[str] | None = None) -> ControlPlaneConfig:
                 readiness_s=args.readiness_s,
                 replica_wait_s=args.replica_wait_s,
                 adoption_wait_s=args.adoption_wait_s,
+                return_wait_s=args.return_wait_s,
                 max_queued_requests=args.max_queued_requests,
                 max_queued_tokens=args.max_queued_tokens,
                 max_queue_wait_s=args.max_queue_wait_s,
@@ -303,6 +304,13 @@ def _build_parser() -> argparse.ArgumentParser:
             "--adoption-wait-s",
             cluster.adoption_wait_s,
             "how long a worker that comes back waits for what the store knows of its cache",
+        ),
+        (
+            "--return-wait-s",
+            cluster.return_wait_s,
+            "how long requests wait, after a restart of this process, for workers that have cached "
+            "prefixes and are not back yet; from the first worker on, and only if the store knows "
+            "others",
         ),
         ("--grace-s", 30.0, "how long running requests may take to finish after SIGTERM"),
     ):

@@ -1,7 +1,7 @@
 """The replicas of this control plane: who may attach, and what happens when one goes.
 
-Owns: the registry of engines, the pinned KV geometry of each model, the term. Does not know
-requests' clients, grpc, or how a step is made.
+Owns: the registry of engines, the pinned KV geometry of each model, the term, whether requests are
+placed yet. Does not know requests' clients, grpc, or how a step is made.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from control_plane.engine import Engine
 from control_plane.errors import Code, InvariantError, ProtocolError, ShuttingDownError
+from control_plane.placement_gate import PlacementGate
 from control_plane.prefix_store import PrefixScope
 from control_plane.replica import (
     ReplicaShape,
@@ -72,7 +73,7 @@ class RequestOwner(Protocol):
         ...
 
     def replica_ready(self) -> None:
-        """A replica attached."""
+        """Replicas that attached take requests."""
         ...
 
     def step_back(self) -> None:
@@ -105,18 +106,45 @@ class Fleet:
         self._engines: dict[str, Engine] = {}
         self._geometries: dict[str, KvGeometry] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._asking: asyncio.Task[None] | None = None
         self._superseded: dict[tuple[str, bytes], None] = {}
         self._is_open = True
         self._trust = Trust()
         self.term = Term(config.shard, store, gather_s=config.term_gather_s)
+        self._gate = PlacementGate(
+            config,
+            self._models,
+            store,
+            clock=clock,
+            ready=self._ready_epochs,
+            on_open=requests.replica_ready,
+        )
         self.num_lost = 0
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(self._engines.values())
 
     def ready(self, model: ServedModel) -> list[Engine]:
-        """Engines of the model that take new sequences now."""
+        """Engines of the model that take new sequences now; none while others are waited for."""
+        return self.attached(model) if self._gate.is_open(model) else []
+
+    def attached(self, model: ServedModel) -> list[Engine]:
+        """Engines of the model that could take new sequences."""
         return [e for e in self._engines.values() if e.is_ready and e.model is model]
+
+    def _ready_epochs(self, model: ServedModel) -> list[bytes]:
+        """Replicas of the model that are attached and know what their blocks hold."""
+        now = self._clock()
+        return [
+            engine.shape.replica_epoch
+            for engine in self._engines.values()
+            if engine.model is model and engine.core.attached and engine.core.held_until <= now
+        ]
+
+    def start(self) -> None:
+        """Find out which replicas an earlier control plane had."""
+        self._asking = asyncio.create_task(self._gate.ask(), name="known replicas")
+        self._watch(self._asking)
 
     def close(self) -> None:
         """Refuse workers from now on; attached ones stay."""
@@ -128,6 +156,9 @@ class Fleet:
         for engine in list(self._engines.values()):
             self.lose(engine, shutting_down(), lost=False)
             engine.close()
+        self._gate.close()
+        if self._asking is not None:
+            self._asking.cancel()
         await self.term.close()
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -142,6 +173,7 @@ class Fleet:
         """
         model = match_model(facts, self._models)
         self._check_geometry(facts, model)
+        self._gate.greet(model, has_served=facts.applied_version > 0)
         term = await self.term.settle(facts.highest_term)
         # From here on nothing awaits: what is checked stays true until the engine is attached.
         if not self._is_open:
@@ -166,7 +198,9 @@ class Fleet:
             term,
             stream.stream_id,
         )
-        self._requests.replica_ready()
+        self._gate.look()
+        if self._gate.is_open(model):
+            self._requests.replica_ready()
         return engine
 
     def _check_geometry(self, facts: WorkerFacts, model: ServedModel) -> None:
@@ -382,8 +416,8 @@ class Fleet:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # An engine's task handles what its worker can cause; anything else is our own defect.
-            logger.critical("engine failed: task=%s", task.get_name(), exc_info=error)
+            # The tasks handle what workers and the store can cause; the rest is our own defect.
+            logger.critical("task failed: task=%s", task.get_name(), exc_info=error)
             self._failure.record(error)
 
 

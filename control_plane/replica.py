@@ -176,6 +176,11 @@ def read_hello(hello: worker_pb2.Hello, *, peer: str) -> WorkerFacts:
     )
 
 
+def possible_fingerprints(model: ServedModel) -> list[bytes]:
+    """What workers that hold the model can say, by their KV dtype."""
+    return [served_fingerprint(model.base_fingerprint, kv_dtype=dtype) for dtype in _KV_DTYPES]
+
+
 def match_model(facts: WorkerFacts, models: Iterable[ServedModel]) -> ServedModel:
     """The served model that the worker holds.
 

@@ -67,7 +67,10 @@ class ControlPlane:
         self._catalog = catalog
         self.metrics = Metrics()
         self._store = open_prefix_store(
-            config.redis_url, deployment=config.cluster.deployment, observer=self.metrics.store
+            config.redis_url,
+            deployment=config.cluster.deployment,
+            shard=config.cluster.shard,
+            observer=self.metrics.store,
         )
         self._recorder: Recorder | None = None
         if config.recording is not None:
