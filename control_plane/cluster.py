@@ -373,12 +373,17 @@ class Cluster:
         What a client resumes did run somewhere: the replica may not have come back yet.
         """
         total, limit = request.max_total_tokens, model.max_model_len
-        if not any(sequence.output_token_ids for sequence in request.sequences):
-            limit = self.longest_fit(model, len(request.sequences))
         if request.open_limit is not None:
             total = 1 + max(sequence.num_tokens for sequence in request.sequences)
-        if total <= limit and request.num_prompt_tokens < total:
+        is_new = not any(sequence.output_token_ids for sequence in request.sequences)
+        ready = self.fleet.ready(model) if is_new else []
+        num_sequences = len(request.sequences)
+        if request.num_prompt_tokens < total <= limit and (
+            not ready or any(engine.fits(total, num_sequences) for engine in ready)
+        ):
             return
+        if is_new:
+            limit = self.longest_fit(model, num_sequences)
         raise RequestTooLongError(
             f"The request needs room for {total} tokens ({request.num_prompt_tokens} of them "
             f"prompt), but the longest that fits is {limit}, prompt and output together. Shorten "

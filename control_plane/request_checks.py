@@ -154,11 +154,14 @@ def checked_ids(ids: Sequence[int], field: str, vocab_size: int) -> NDArray[np.i
     Raises:
         InvalidRequestError: Names the first id outside the vocabulary.
     """
-    # In pieces, between which other threads get their turn: millions of ids fit into a message.
-    pieces = [ids[at : at + _IDS_AT_ONCE] for at in range(0, len(ids), _IDS_AT_ONCE)]
-    array = np.concatenate([np.empty(0, np.int32), *(np.array(p, np.int32) for p in pieces)])
-    bad = np.flatnonzero((array < 0) | (array >= vocab_size))
-    if bad.size:
+    if len(ids) <= _IDS_AT_ONCE:
+        array = np.array(ids, np.int32)
+    else:
+        # In pieces, between which other threads get their turn: a message may hold millions.
+        starts = range(0, len(ids), _IDS_AT_ONCE)
+        array = np.concatenate([np.array(ids[at : at + _IDS_AT_ONCE], np.int32) for at in starts])
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) < vocab_size:
+        bad = np.flatnonzero((array < 0) | (array >= vocab_size))
         i, value = int(bad[0]), int(array[bad[0]])
         raise InvalidRequestError(
             f"{field}[{i}] is {value}, outside the vocabulary [0, {vocab_size}). Tokenize with "
