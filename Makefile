@@ -27,8 +27,8 @@ export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-kill demo-unplug test-fast test test-gpu chaos fuzz soak test-compose check proto \
-	proto-check proto-baseline fmt lint typecheck imports bench bench-kernels bench-worker \
-	bench-scale up down logs clean
+	proto-check proto-baseline fmt lint typecheck imports bench bench-kernels bench-worker bench-rtt \
+	bench-fleet bench-scale up down logs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -137,6 +137,12 @@ bench-kernels: $(DEV_READY) ## GPU kernels against SDPA and the figures to reach
 bench-worker: $(DEV_READY) ## one GPU worker alone, on plans from memory
 	$(RUN) tests/benchmarks/bench_worker.py $(ARGS)
 
+bench-rtt: $(DEV_READY) ## throughput and latencies over a link of 0 to 20 ms, simulated worker
+	$(RUN) tests/benchmarks/bench_pipeline.py $(ARGS)
+
+bench-fleet: $(DEV_READY) ## what one control plane on one core keeps busy, simulated workers
+	$(RUN) tests/benchmarks/bench_fleet.py $(ARGS)
+
 # What `make test` does with a few thousand messages.
 fuzz: $(DEV_READY) ## N= damaged messages into each end of every stream (SEED=)
 	$(RUN) tests/benchmarks/fuzz.py --count $(or $(N),100000) --seed $(or $(SEED),0) $(ARGS)
@@ -144,7 +150,7 @@ fuzz: $(DEV_READY) ## N= damaged messages into each end of every stream (SEED=)
 soak: $(DEV_READY) ## is the control plane's memory flat over REQUESTS= requests (SEED=)
 	$(RUN) tests/benchmarks/soak.py --requests $(or $(REQUESTS),50000) --seed $(or $(SEED),0) $(ARGS)
 
-bench-scale: $(DEV_READY) ## many control planes, simulated: docs/scale.md (ARGS=--quick takes a minute)
+bench-scale: $(DEV_READY) ## many control planes, simulated: docs/scale.md (ARGS=--quick: small fleets)
 	$(RUN) -m tests.benchmarks.scale $(ARGS)
 
 up: ## docker compose up, one CPU worker

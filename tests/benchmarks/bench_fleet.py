@@ -1,0 +1,355 @@
+"""`make bench-fleet`: what one control-plane process on one core can keep busy.
+
+    python tests/benchmarks/bench_fleet.py [--workers N] [--rows N] [--steps-per-s N] [--json FILE]
+
+Simulated workers, the real protocol, everything in processes of its own, the control plane pinned
+to one core. On a machine with few cores workers and load generator compete with it, so that what is
+sustained here and now says little; processor time of the control plane says more. So:
+
+1. Decode cells: W workers x R rows at a step time, no request comes or goes. The processor time of
+   the control plane over the window, per step, against rows per step: a least-squares line gives
+   the cost of a step and of a row in it. Token-only: no text is made before it is sent.
+2. Request cells: a closed loop over GenerateBatch with outputs of two lengths. What the line does
+   not explain is the cost of a request (admission, prompt, response) and of a token's text.
+3. Stream cells: `Generate` with two flush intervals; what the lines do not explain is the cost of a
+   message.
+
+From those: tokens per second of one core at the goal's shape, token-only, with text, streamed.
+Processor time includes what sharing caches and hyperthreads costs, so a quiet machine does better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import numpy as np
+from bench_fleet_stack import Counters, SimulatedStack
+
+GOAL_TOK_S = 410_000
+# (workers, rows) of the decode cells, beside the goal's own shape.
+DECODE_CELLS = ((1, 16), (1, 256), (4, 64), (4, 256), (8, 256))
+PROMPT_LENGTH = 64
+OUTPUT_LENGTHS = (50, 500)
+FLUSHES_MS = (20.0, 200.0)
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Processor time of the control plane, in microseconds.
+
+    Attributes:
+        step: A step, whatever runs in it: plan, result, messages.
+        row: A row in it: a token.
+        request: A request over GenerateBatch with a prompt of 64 tokens.
+        text: A token's text, sent with others.
+        message: A message of a stream beyond its tokens' text.
+    """
+
+    step: float
+    row: float
+    request: float = 0.0
+    text: float = 0.0
+    message: float = 0.0
+
+
+def between(before: Counters, after: Counters) -> Row:
+    seconds = after.at_s - before.at_s
+    cpu_s = after.cpu_s - before.cpu_s
+    tokens, steps = after.tokens - before.tokens, after.plans - before.plans
+    return {
+        "seconds": seconds,
+        "cpu_s": cpu_s,
+        "busy": cpu_s / seconds,
+        "starved": (after.starved_s - before.starved_s) / seconds,
+        "worker_cpu_s": after.worker_cpu_s - before.worker_cpu_s,
+        "tokens": tokens,
+        "steps": steps,
+        "tok_s": tokens / seconds,
+        "steps_s": steps / seconds,
+        "us_per_step": cpu_s / max(steps, 1) * 1e6,
+        "us_per_token": cpu_s / max(tokens, 1) * 1e6,
+        "bytes_per_step": (after.plan_bytes - before.plan_bytes) / max(steps, 1),
+    }
+
+
+async def decode_cell(
+    options: argparse.Namespace, workers: int, rows: int, profile: str | None = None
+) -> Row:
+    step_ms = 1000 / options.steps_per_s
+    # Rows start over some time; none may end before the window does.
+    num_steps = int((options.seconds + options.ramp_s) * options.steps_per_s)
+    # Twice the rows: the router need not spread a burst evenly for all of it to run at once.
+    slots = rows if workers == 1 else 2 * rows
+    blocks = slots * (-(-(num_steps + 16) // 16) + 1) + 2
+    async with SimulatedStack(
+        profile=f"{step_ms:g}ms",
+        num_workers=workers,
+        num_processes=min(workers, options.worker_processes),
+        pinned_to=options.core,
+        control_plane_args=tuple(shlex.split(options.control_plane_args)),
+        worker_args=(
+            *("--max-num-seqs", str(slots), "--num-blocks", str(max(blocks, 600))),
+            *("--log-level", "warning"),
+        ),
+    ) as stack:
+        async with stack.decoding(workers * rows, max_tokens=min(num_steps, 8000)):
+            before = await stack.counters()
+            if profile is not None and stack.control_plane is not None:
+                await record_profile(stack.control_plane.pid, profile, options.seconds)
+            else:
+                await asyncio.sleep(options.seconds)
+            after = await stack.counters()
+        if after.running != workers * rows:
+            raise RuntimeError(
+                f"{after.running} of {workers * rows} rows were left at the end: raise --ramp-s"
+            )
+    wanted_steps = workers * options.steps_per_s * (after.at_s - before.at_s)
+    row = between(before, after)
+    return row | {
+        "cell": "decode",
+        "workers": workers,
+        "rows": rows,
+        "kept_busy": row["steps"] / wanted_steps,
+    }
+
+
+async def request_cell(options: argparse.Namespace, output: int, **sending: Any) -> Row:
+    """A closed loop of requests on four workers; everything from the first to the last counts."""
+    async with SimulatedStack(
+        profile=f"{1000 / options.steps_per_s:g}ms",
+        num_workers=4,
+        num_processes=min(4, options.worker_processes),
+        pinned_to=options.core,
+        control_plane_args=tuple(shlex.split(options.control_plane_args)),
+        worker_args=(*("--max-num-seqs", "64", "--num-blocks", "8000", "--log-level", "warning"),),
+    ) as stack:
+        load = stack.load(
+            concurrency=256,
+            num_requests=max(512, options.request_tokens // output),
+            prompt_lengths=str(PROMPT_LENGTH),
+            output_lengths=str(output),
+            timeout_s=3600.0,
+            channels=4,
+            **sending,
+        )
+        before = await stack.counters()
+        outcome = await load.run()
+        after = await stack.counters()
+    failed = Counter(record.reason for record in outcome.records if record.reason)
+    if failed:
+        raise RuntimeError(f"requests failed: {dict(failed)}")
+    return between(before, after) | {
+        "cell": "requests" if sending["via"] == "batch" else "streams",
+        "requests": len(outcome.records),
+        "messages": sum(record.num_messages for record in outcome.records),
+        "output": output,
+        "flush_ms": sending.get("flush_ms", 0.0),
+    }
+
+
+def fit(decode: list[Row], requests: list[Row], streams: list[Row]) -> Costs:
+    """The costs that explain the cells best, none of them negative."""
+    per_step = np.array([[1.0, cell["tokens"] / cell["steps"]] for cell in decode])
+    seen = np.array([cell["us_per_step"] for cell in decode])
+    # Relative errors: the costly cells would drown the others.
+    (step, row), *_ = np.linalg.lstsq(per_step / seen[:, None], np.ones_like(seen), rcond=None)
+    step, row = max(float(step), 0.0), max(float(row), 0.0)
+    if not requests:
+        return Costs(step=step, row=row)
+    left = [_left(cell, step, row) for cell in requests]
+    sides = np.array([[cell["requests"], cell["tokens"]] for cell in requests], float)
+    request, text = (float(value) for value in np.linalg.solve(sides, np.array(left)))
+    request, text = max(request, 0.0), max(text, 0.0)
+    if not streams:
+        return Costs(step=step, row=row, request=request, text=text)
+    left = [
+        _left(cell, step, row) - request * cell["requests"] - text * cell["tokens"]
+        for cell in streams
+    ]
+    message = sum(left) / sum(cell["messages"] for cell in streams)
+    return Costs(step=step, row=row, request=request, text=text, message=max(message, 0.0))
+
+
+def _left(cell: Row, step: float, row: float) -> float:
+    return cell["cpu_s"] * 1e6 - step * cell["steps"] - row * cell["tokens"]
+
+
+def derived(costs: Costs, rows: int) -> Row:
+    """Tokens per second of one core that does nothing else."""
+    token = costs.step / rows + costs.row
+    with_text = token + costs.text + costs.request / 500
+    return {
+        "rows": rows,
+        "token_only_tok_s": 1e6 / token,
+        "with_text_tok_s": 1e6 / with_text,
+        # Ten tokens a message: flushed every 100 ms at 100 steps a second.
+        "streamed_tok_s": 1e6 / (with_text + costs.message / 10),
+    }
+
+
+async def record_profile(pid: int, path: str, seconds: float) -> None:
+    """py-spy over the window, if it is installed."""
+    tool = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
+    process = await asyncio.create_subprocess_exec(
+        *(tool, "record", "--pid", str(pid), "--duration", str(int(seconds)), "--rate", "200"),
+        *("--gil", "--nonblocking", "--format", "raw", "--output", path),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    await process.wait()
+
+
+def top(path: str, count: int = 10) -> tuple[list[Row], list[Row]]:
+    """The functions that hold the interpreter most: by themselves, and with what they call."""
+    own: Counter[str] = Counter()
+    whole: Counter[str] = Counter()
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        stack, _, samples = line.rpartition(" ")
+        # Lines of one function belong together.
+        frames = [frame.rpartition(":")[0] for frame in stack.split(";")]
+        own[frames[-1]] += int(samples)
+        for frame in set(frames):
+            whole[frame] += int(samples)
+    total = max(sum(own.values()), 1)
+
+    def rows(counted: Counter[str]) -> list[Row]:
+        ours = [(name, n) for name, n in counted.most_common() if "control_plane" in name]
+        return [{"function": name, "share": n / total} for name, n in ours[:count]]
+
+    return rows(own), rows(whole)
+
+
+def report(cells: list[Row], costs: Costs, figures: list[Row]) -> None:
+    print(
+        f"\n{'decode cell':16} {'tok/s':>9} {'kept busy':>9} {'core':>6} {'starved':>8} "
+        f"{'us/step':>8} {'us/token':>8} {'B/step':>7}"
+    )
+    for cell in cells:
+        if cell["cell"] != "decode":
+            continue
+        name = f"{cell['workers']} x {cell['rows']}"
+        print(
+            f"{name:16} {cell['tok_s']:9.0f} {cell['kept_busy']:9.1%} {cell['busy']:6.0%} "
+            f"{cell['starved']:8.0%} {cell['us_per_step']:8.0f} {cell['us_per_token']:8.2f} "
+            f"{cell['bytes_per_step']:7.0f}"
+        )
+    print(
+        f"\n{'request cell':24} {'tok/s':>9} {'core':>6} {'requests':>9} {'messages':>9} "
+        f"{'cpu s':>7}"
+    )
+    for cell in cells:
+        if cell["cell"] == "decode":
+            continue
+        name = f"{cell['cell']} {cell['output']} out"
+        name += f" {cell['flush_ms']:g} ms" if cell["flush_ms"] else ""
+        print(
+            f"{name:24} {cell['tok_s']:9.0f} {cell['busy']:6.0%} {cell['requests']:9} "
+            f"{cell['messages']:9} {cell['cpu_s']:7.2f}"
+        )
+    parts = ", ".join(f"{name} {value:.2f}" for name, value in asdict(costs).items())
+    print(f"\ncosts of the control plane in us: {parts}")
+    for row in figures:
+        goal = f" (goal {GOAL_TOK_S})" if row["rows"] == 256 else ""
+        print(
+            f"one core at {row['rows']} rows a step: token-only {row['token_only_tok_s']:.0f} "
+            f"tok/s{goal}, with text {row['with_text_tok_s']:.0f}, streamed in tens "
+            f"{row['streamed_tok_s']:.0f}"
+        )
+
+
+def machine() -> Row:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "commit": commit.stdout.strip(),
+    }
+
+
+async def measure(options: argparse.Namespace) -> Row:
+    cells: list[Row] = []
+    shapes = list(dict.fromkeys([*DECODE_CELLS, (options.workers, options.rows)]))
+    if options.quick:
+        shapes = [(1, 16), (2, 64)]
+    for workers, rows in shapes:
+        cells.append(await decode_cell(options, workers, rows))
+        print(f"[{workers} x {rows}: {cells[-1]['us_per_step']:.0f} us/step]", flush=True)
+    decode = list(cells)
+    requests: list[Row] = []
+    streams: list[Row] = []
+    if not options.decode_only:
+        for output in OUTPUT_LENGTHS:
+            requests.append(await request_cell(options, output, via="batch"))
+            print(f"[requests of {output}: {requests[-1]['cpu_s']:.2f} s]", flush=True)
+        for flush_ms in FLUSHES_MS:
+            streams.append(
+                await request_cell(options, OUTPUT_LENGTHS[-1], via="stream", flush_ms=flush_ms)
+            )
+            print(f"[streams at {flush_ms:g} ms: {streams[-1]['cpu_s']:.2f} s]", flush=True)
+    cells += requests + streams
+    costs = fit(decode, requests, streams)
+    figures = [derived(costs, rows) for rows in dict.fromkeys((256, options.rows))]
+    report(cells, costs, figures)
+    result: Row = {"machine": machine(), "cells": cells, "costs_us": asdict(costs)}
+    result["derived"] = figures
+    if options.profile:
+        with tempfile.TemporaryDirectory() as directory:
+            path = str(Path(directory, "profile.txt"))
+            await decode_cell(options, min(4, options.workers), options.rows, path)
+            own, whole = top(path)
+        for title, rows in (("own time", own), ("with what it calls", whole)):
+            print(f"\n{title}, share of the interpreter's time in steady decode:")
+            for row in rows:
+                print(f"  {row['share']:6.1%} {row['function']}")
+        result["profile"] = {"own": own, "whole": whole}
+    return result
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--steps-per-s", type=int, default=100)
+    parser.add_argument(
+        "--control-plane-args", default="", help="such as --control-plane-args='--lookahead 4'"
+    )
+    parser.add_argument("--worker-processes", type=int, default=2)
+    parser.add_argument("--core", type=int, default=0, help="the control plane's; -1: any")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of a decode window")
+    parser.add_argument("--ramp-s", type=float, default=25.0, help="for all rows to start")
+    parser.add_argument("--request-tokens", type=int, default=300_000, help="of a request cell")
+    parser.add_argument("--decode-only", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="two small cells, to try it")
+    parser.add_argument("--profile", action="store_true", help="the ten hottest functions (py-spy)")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    options.core = None if options.core < 0 else options.core
+    result = asyncio.run(measure(options))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
