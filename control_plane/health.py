@@ -2,7 +2,7 @@
 
 The empty service name is this process: SERVING while it accepts requests. The name of a model is
 its readiness: SERVING while a replica of it takes work, which a worker proves by a step before it
-attaches.
+attaches. After a restart none does while requests wait for other replicas to come back.
 
 It is the one service that asks for no token, so whoever asks may hold little: a request has to come
 within seconds, and there are only so many watchers.
