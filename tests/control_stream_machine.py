@@ -325,10 +325,12 @@ class ControlStreamMachine(RuleBasedStateMachine):
         self.tracked[request.req_id] = tracked
         self.place([request])
 
-    @rule(worker=st.integers(0, 1), count=st.integers(1, 4))
-    def order_steps(self, worker: int, count: int) -> None:
+    @rule(worker=st.integers(0, 1), checks_index=st.booleans())
+    def order_steps(self, worker: int, checks_index: bool) -> None:
         link = self.pick(worker)
         if link.is_up:
+            if checks_index:
+                link.engine.index.work()
             link.engine.order_steps(self.now)
 
     @rule(worker=st.integers(0, 1), count=st.integers(1, 6))
@@ -359,6 +361,7 @@ class ControlStreamMachine(RuleBasedStateMachine):
 
     def round_trip(self, link: Link) -> None:
         """Order, execute one step, bring everything back."""
+        link.engine.index.work()
         link.engine.order_steps(self.now)
         while link.to_worker:
             self.deliver_down(link)

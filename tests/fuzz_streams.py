@@ -105,16 +105,16 @@ def _fuzz(
             data = mutator.mutate(message)
             try:
                 outcome, receiver = deliver(situation, data, receiver)
+                outcomes.counts[outcome] += 1
+                is_refused = outcome in ("refused", "ignored")
+                if is_refused and outcomes.total % PLAY_ON_EVERY == 0:
+                    _play_on(number, situation, data, deliver)
+                    outcomes.num_played_on += 1
             except Exception as error:
                 raise BrokenRuleError(
                     f"seed {seed}, scenario {number}, message {situation.play}, "
                     f"instead of {situation.message}: {data.hex()}"
                 ) from error
-            outcomes.counts[outcome] += 1
-            is_refused = outcome in ("refused", "ignored")
-            if is_refused and outcomes.total % PLAY_ON_EVERY == 0:
-                _play_on(number, situation, data, deliver)
-                outcomes.num_played_on += 1
     return outcomes
 
 
@@ -142,8 +142,18 @@ def _check_error(text: str) -> None:
     assert len(text) <= MAX_ERROR_CHARS, f"an error of {len(text)} characters"
 
 
-def _check_same(receiver: object, situation: Situation) -> None:
-    assert freeze(receiver) == situation.receiver, "a message that was refused left a trace"
+class _Thawed:
+    """A receiver at its moment, and how it froze again: orders in sets are its own."""
+
+    def __init__(self, situation: Situation) -> None:
+        self.thing: Any = thaw(situation.receiver)
+        self._frozen = freeze(self.thing)
+
+    def is_unchanged(self) -> bool:
+        return freeze(self.thing) == self._frozen
+
+    def check_unchanged(self) -> None:
+        assert self.is_unchanged(), "a message that was refused left a trace"
 
 
 # To the control plane.
@@ -155,7 +165,8 @@ def _to_control(situation: Situation, data: bytes, receiver: Any) -> tuple[str, 
         message = worker_pb2.WorkerMessage.FromString(data)
     except DecodeError:
         return "unreadable", receiver
-    core, output = receiver or thaw(situation.receiver)
+    thawed: _Thawed = receiver or _Thawed(situation)
+    core, output = thawed.thing
     logs, num_tokens = _logs(core), output.num_tokens
     before = (core.sent_version, core.confirmed_version, core.counters.num_resets)
     try:
@@ -168,8 +179,8 @@ def _to_control(situation: Situation, data: bytes, receiver: Any) -> tuple[str, 
             core.detach(lost=True)
             core.scheduler.audit()
             return "refused with the replica", None
-        _check_same((core, output), situation)
-        return "refused", (core, output)
+        thawed.check_unchanged()
+        return "refused", thawed
     core.scheduler.audit()
     if core.counters.num_resets > before[2]:
         assert core.sent_version == before[0] + 1
@@ -190,8 +201,8 @@ def _to_control(situation: Situation, data: bytes, receiver: Any) -> tuple[str, 
     if message.HasField("generations"):
         assert _logs(core) == logs
         return "accepted", None
-    _check_same((core, output), situation)
-    return "ignored", (core, output)
+    thawed.check_unchanged()
+    return "ignored", thawed
 
 
 def _logs(core: Any) -> dict[str, list[int]]:
@@ -223,14 +234,15 @@ def _to_worker(situation: Situation, data: bytes, receiver: Any) -> tuple[str, A
         message = worker_pb2.ControlMessage.FromString(data)
     except DecodeError:
         return "unreadable", receiver
-    protocol = receiver or thaw(situation.receiver)
+    thawed: _Thawed = receiver or _Thawed(situation)
+    protocol = thawed.thing
     before = snapshot(protocol.row_table)
     try:
         reaction = protocol.receive(message)
     except ProtocolViolation as violation:
         _check_error(violation.message)
-        _check_same(protocol, situation)
-        return "refused", protocol
+        thawed.check_unchanged()
+        return "refused", thawed
     if reaction.messages:
         [nack] = reaction.messages
         assert nack.ByteSize() <= 2 * MAX_ERROR_CHARS
@@ -240,8 +252,8 @@ def _to_worker(situation: Situation, data: bytes, receiver: Any) -> tuple[str, A
     check_invariants(protocol.row_table)
     for work in reaction.works:
         _check_work(protocol.row_table, work)
-    if freeze(protocol) == situation.receiver:
-        return "ignored", protocol
+    if thawed.is_unchanged():
+        return "ignored", thawed
     return "accepted", None
 
 
