@@ -126,6 +126,7 @@ SETTINGS = {
     "lookahead_0": Setting(lookahead=0),
     "lookahead_1": Setting(lookahead=1),
     "lookahead_4": Setting(lookahead=4),
+    "lookahead_16": Setting(lookahead=16),
     "three_workers": Setting(num_workers=3),
 }
 

@@ -31,7 +31,7 @@ from control_plane.prefix_store import PrefixScope
 from control_plane.request import FinishReason
 
 
-@pytest.mark.parametrize("lookahead", [0, 2])
+@pytest.mark.parametrize("lookahead", [0, 2, 16])
 async def test_sixteen_concurrent_requests_give_their_own_outputs(lookahead: int) -> None:
     async with running_cluster(lookahead=lookahead) as harness, harness.worker():
         await harness.ready()
@@ -43,6 +43,31 @@ async def test_sixteen_concurrent_requests_give_their_own_outputs(lookahead: int
         assert replica.generation_tokens == sum(len(o.token_ids) for o in outputs)
         assert replica.prompt_tokens_sent == sum(r.num_prompt_tokens for r in requests)
         assert replica.confirmed_version == replica.sent_version
+
+
+@pytest.mark.parametrize("lookahead", [2, 16])
+async def test_blocks_change_hands_behind_a_deep_window(lookahead: int) -> None:
+    async with (
+        running_cluster(lookahead=lookahead) as harness,
+        # Room for two of eight rows: whoever grows takes blocks that others are giving up, while
+        # many steps that still have them are on their way.
+        harness.worker(runner=FakeModelRunner(num_blocks=18)),
+    ):
+        await harness.ready()
+        requests = [harness.request(long_prompt(i), max_tokens=24) for i in range(16)]
+        streams = [harness.cluster.submit(request) for request in requests]
+        for gone in requests[::5]:
+            await until(lambda: gone.sequences[0].output_token_ids or gone.is_finished)  # noqa: B023
+            harness.cluster.abort(gone)
+        for request, stream in zip(requests, streams, strict=True):
+            if request in requests[::5]:
+                with pytest.raises(AbortedError):
+                    await collect(stream)
+            else:
+                assert await collect(stream) == undisturbed(request)
+        assert harness.replica().num_preemptions > 0
+        assert harness.replica().wasted_rows > 0
+        harness.assert_nothing_held()
 
 
 async def test_killing_one_of_two_workers_changes_no_output() -> None:
