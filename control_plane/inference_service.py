@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 SERVICE_NAME = "pagewire.v1.InferenceService"
 
+# Longest time in which gRPC cancels the handler of a call that it has ended.
+_CANCELLATION_DELAY_S = 0.25
 # As many as any output has, also of a model that is shorter.
 _MIN_DETOKENIZE_IDS = 1 << 16
 
@@ -150,6 +152,8 @@ class InferenceService:
                 limit_s=f"{limit_s:g}",
             ) from None
         if message is grpc.aio.EOF:
+            # Of a call that went away too, a moment before gRPC cancels it.
+            await asyncio.sleep(_CANCELLATION_DELAY_S)
             raise InvalidRequestError(
                 "The call ended before its message. Send one.",
                 field="message",

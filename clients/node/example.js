@@ -101,7 +101,7 @@ try {
   if (error instanceof PagewireError) {
     console.error(`${error.code} ${error.reason}: ${error.message}`, error.metadata);
   } else {
-    console.error(error.message, error.cause ? '(start a control plane there, or name another --server)' : '');
+    console.error(error.message);
   }
   process.exitCode = 1;
 } finally {

@@ -21,6 +21,7 @@ from tls_helpers import Pki, make_pki
 from control_plane import health, port_options
 from control_plane.security_config import SecurityConfig
 from control_plane.service_limits import ServiceLimits
+from protos.pagewire.v1 import inference_pb2
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -62,6 +63,27 @@ async def test_a_call_whose_message_never_comes_ends(method: str, api: Api) -> N
     assert "did not arrive within 0.2 seconds" in await call.details()
     assert await rpc_status.aio.from_call(call) is not None
     assert api.control_plane.metrics.failures["SLOW_CLIENT"] == 1
+
+
+async def test_a_call_that_goes_away_before_its_message_counts_as_that(
+    model: CatalogModel, model_dir: Path
+) -> None:
+    async with running_api(model, model_dir) as api:
+        failures = api.control_plane.metrics.failures
+        method = "/pagewire.v1.InferenceService/Generate"
+        num_calls = 20
+        for _ in range(num_calls):
+            late = api.channel.stream_stream(method)(timeout=0.05)
+            assert await late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        for _ in range(num_calls):
+            gone = api.channel.stream_stream(method)(timeout=60.0)
+            # So that the server has heard of the call before it hears of its end.
+            await gone.wait_for_connection()
+            await api.stub.ListModels(inference_pb2.ListModelsRequest())
+            gone.cancel()
+        await until(lambda: failures["CANCELLED"] >= num_calls, what="all are counted")
+    # Of a deadline that short the server may not even have heard.
+    assert set(failures) <= {"CANCELLED", "DEADLINE_EXCEEDED"}
 
 
 async def test_a_call_that_ends_before_its_message_is_told(api: Api) -> None:
