@@ -6,15 +6,18 @@ Simulated workers, the real protocol, everything in processes of its own, the co
 to one core. On a machine with few cores workers and load generator compete with it, so that what is
 sustained here and now says little; processor time of the control plane says more. So:
 
-1. Decode cells: W workers x R rows at a step time, no request comes or goes. The processor time of
-   the control plane over the window, per step, against rows per step: a least-squares line gives
-   the cost of a step and of a row in it. Token-only: no text is made before it is sent.
-2. Request cells: a closed loop over GenerateBatch with outputs of two lengths. What the line does
-   not explain is the cost of a request (admission, prompt, response) and of a token's text.
-3. Stream cells: `Generate` with two flush intervals; what the lines do not explain is the cost of a
-   message.
+1. Decode cells: W workers x R rows at a step time, no request comes or goes: the processor time of
+   the control plane over the window, per step and per token. Token-only: no text is made before it
+   is sent. More steps a second cost less each: one turn of the event loop then serves several.
+   The goal's own shape comes last and is what counts; two cells of equal workers tell what a row
+   costs and what a step does whatever runs in it.
+2. Request cells: a closed loop over GenerateBatch with outputs of two lengths. What those two costs
+   do not explain is that of a request (admission, prompt, response) and of a token's text.
+3. Stream cells: `Generate` with the server's own flush interval and two others; the same for the
+   cost of a message.
 
-From those: tokens per second of one core at the goal's shape, token-only, with text, streamed.
+From those: tokens per second of one core at the goal's shape, token-only, with text and requests of
+500 tokens, and streamed.
 Processor time includes what sharing caches and hyperthreads costs, so a quiet machine does better.
 """
 
@@ -38,29 +41,31 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import numpy as np
 from bench_fleet_stack import Counters, SimulatedStack
 
 GOAL_TOK_S = 410_000
 # (workers, rows) of the decode cells, beside the goal's own shape.
 DECODE_CELLS = ((1, 16), (1, 256), (4, 64), (4, 256), (8, 256))
+# Of equal workers, as many as the request cells have.
+BASE_WORKERS = 4
 PROMPT_LENGTH = 64
 OUTPUT_LENGTHS = (50, 500)
-FLUSHES_MS = (20.0, 200.0)
+# 0: the server's own.
+FLUSHES_MS = (0.0, 20.0, 200.0)
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Processor time of the control plane, in microseconds.
+    """Processor time of the control plane, in microseconds, at the load of the base cells.
 
     Attributes:
         step: A step, whatever runs in it: plan, result, messages.
         row: A row in it: a token.
         request: A request over GenerateBatch with a prompt of 64 tokens.
-        text: A token's text, sent with others.
-        message: A message of a stream beyond its tokens' text.
+        text: A token's text, made once for many.
+        message: A message of a stream with its tokens' text, beyond that.
     """
 
     step: float
@@ -135,8 +140,8 @@ async def request_cell(options: argparse.Namespace, output: int, **sending: Any)
     """A closed loop of requests on four workers; everything from the first to the last counts."""
     async with SimulatedStack(
         profile=f"{1000 / options.steps_per_s:g}ms",
-        num_workers=4,
-        num_processes=min(4, options.worker_processes),
+        num_workers=BASE_WORKERS,
+        num_processes=min(BASE_WORKERS, options.worker_processes),
         pinned_to=options.core,
         control_plane_args=tuple(shlex.split(options.control_plane_args)),
         worker_args=(*("--max-num-seqs", "64", "--num-blocks", "8000", "--log-level", "warning"),),
@@ -166,41 +171,46 @@ async def request_cell(options: argparse.Namespace, output: int, **sending: Any)
 
 
 def fit(decode: list[Row], requests: list[Row], streams: list[Row]) -> Costs:
-    """The costs that explain the cells best, none of them negative."""
-    per_step = np.array([[1.0, cell["tokens"] / cell["steps"]] for cell in decode])
-    seen = np.array([cell["us_per_step"] for cell in decode])
-    # Relative errors: the costly cells would drown the others.
-    (step, row), *_ = np.linalg.lstsq(per_step / seen[:, None], np.ones_like(seen), rcond=None)
-    step, row = max(float(step), 0.0), max(float(row), 0.0)
+    """The costs that explain the cells, none of them negative."""
+    base = sorted(
+        (cell for cell in decode if cell["workers"] == BASE_WORKERS), key=lambda cell: cell["rows"]
+    ) or sorted(decode, key=lambda cell: cell["rows"])
+    few, many = base[0], base[-1]
+    rows = [cell["tokens"] / cell["steps"] for cell in (few, many)]
+    row = max(0.0, (many["us_per_step"] - few["us_per_step"]) / max(rows[1] - rows[0], 1.0))
+    step = few["us_per_step"] - row * rows[0]
     if not requests:
         return Costs(step=step, row=row)
-    left = [_left(cell, step, row) for cell in requests]
-    sides = np.array([[cell["requests"], cell["tokens"]] for cell in requests], float)
-    request, text = (float(value) for value in np.linalg.solve(sides, np.array(left)))
-    request, text = max(request, 0.0), max(text, 0.0)
-    if not streams:
-        return Costs(step=step, row=row, request=request, text=text)
-    left = [
+    # Two unknowns, two cells.
+    (n1, t1, left1), (n2, t2, left2) = (
+        (cell["requests"], cell["tokens"], _left(cell, step, row)) for cell in requests
+    )
+    determinant = n1 * t2 - n2 * t1
+    request = max(0.0, (left1 * t2 - left2 * t1) / determinant)
+    text = max(0.0, (n1 * left2 - n2 * left1) / determinant)
+    left = sum(
         _left(cell, step, row) - request * cell["requests"] - text * cell["tokens"]
         for cell in streams
-    ]
-    message = sum(left) / sum(cell["messages"] for cell in streams)
-    return Costs(step=step, row=row, request=request, text=text, message=max(message, 0.0))
+    )
+    num_messages = sum(cell["messages"] for cell in streams)
+    message = max(0.0, left / num_messages) if num_messages else 0.0
+    return Costs(step=step, row=row, request=request, text=text, message=message)
 
 
 def _left(cell: Row, step: float, row: float) -> float:
     return cell["cpu_s"] * 1e6 - step * cell["steps"] - row * cell["tokens"]
 
 
-def derived(costs: Costs, rows: int) -> Row:
-    """Tokens per second of one core that does nothing else."""
-    token = costs.step / rows + costs.row
+def derived(costs: Costs, goal: Row) -> Row:
+    """Tokens per second of one core that does nothing else, at the shape of the goal's cell."""
+    token = goal["us_per_token"]
     with_text = token + costs.text + costs.request / 500
     return {
-        "rows": rows,
+        "workers": goal["workers"],
+        "rows": goal["rows"],
         "token_only_tok_s": 1e6 / token,
         "with_text_tok_s": 1e6 / with_text,
-        # Ten tokens a message: flushed every 100 ms at 100 steps a second.
+        # Ten tokens a message, which is a flush every 100 ms at 100 steps a second.
         "streamed_tok_s": 1e6 / (with_text + costs.message / 10),
     }
 
@@ -224,20 +234,24 @@ def top(path: str, count: int = 10) -> tuple[list[Row], list[Row]]:
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         stack, _, samples = line.rpartition(" ")
         # Lines of one function belong together.
-        frames = [frame.rpartition(":")[0] for frame in stack.split(";")]
+        frames = [f"{frame.rpartition(':')[0]})" for frame in stack.split(";")]
         own[frames[-1]] += int(samples)
         for frame in set(frames):
             whole[frame] += int(samples)
     total = max(sum(own.values()), 1)
 
     def rows(counted: Counter[str]) -> list[Row]:
-        ours = [(name, n) for name, n in counted.most_common() if "control_plane" in name]
+        ours = [
+            (name, n)
+            for name, n in counted.most_common()
+            if "control_plane/" in name and "__main__" not in name
+        ]
         return [{"function": name, "share": n / total} for name, n in ours[:count]]
 
     return rows(own), rows(whole)
 
 
-def report(cells: list[Row], costs: Costs, figures: list[Row]) -> None:
+def report(cells: list[Row], costs: Costs, figures: Row) -> None:
     print(
         f"\n{'decode cell':16} {'tok/s':>9} {'kept busy':>9} {'core':>6} {'starved':>8} "
         f"{'us/step':>8} {'us/token':>8} {'B/step':>7}"
@@ -253,7 +267,7 @@ def report(cells: list[Row], costs: Costs, figures: list[Row]) -> None:
         )
     print(
         f"\n{'request cell':24} {'tok/s':>9} {'core':>6} {'requests':>9} {'messages':>9} "
-        f"{'cpu s':>7}"
+        f"{'cpu s':>7} {'us/token':>8}"
     )
     for cell in cells:
         if cell["cell"] == "decode":
@@ -262,17 +276,15 @@ def report(cells: list[Row], costs: Costs, figures: list[Row]) -> None:
         name += f" {cell['flush_ms']:g} ms" if cell["flush_ms"] else ""
         print(
             f"{name:24} {cell['tok_s']:9.0f} {cell['busy']:6.0%} {cell['requests']:9} "
-            f"{cell['messages']:9} {cell['cpu_s']:7.2f}"
+            f"{cell['messages']:9} {cell['cpu_s']:7.2f} {cell['us_per_token']:8.2f}"
         )
     parts = ", ".join(f"{name} {value:.2f}" for name, value in asdict(costs).items())
     print(f"\ncosts of the control plane in us: {parts}")
-    for row in figures:
-        goal = f" (goal {GOAL_TOK_S})" if row["rows"] == 256 else ""
-        print(
-            f"one core at {row['rows']} rows a step: token-only {row['token_only_tok_s']:.0f} "
-            f"tok/s{goal}, with text {row['with_text_tok_s']:.0f}, streamed in tens "
-            f"{row['streamed_tok_s']:.0f}"
-        )
+    print(
+        f"one core at {figures['workers']} x {figures['rows']}: token-only "
+        f"{figures['token_only_tok_s']:.0f} tok/s (goal {GOAL_TOK_S}), with text "
+        f"{figures['with_text_tok_s']:.0f}, streamed in tens {figures['streamed_tok_s']:.0f}"
+    )
 
 
 def machine() -> Row:
@@ -310,7 +322,7 @@ async def measure(options: argparse.Namespace) -> Row:
             print(f"[streams at {flush_ms:g} ms: {streams[-1]['cpu_s']:.2f} s]", flush=True)
     cells += requests + streams
     costs = fit(decode, requests, streams)
-    figures = [derived(costs, rows) for rows in dict.fromkeys((256, options.rows))]
+    figures = derived(costs, decode[-1])
     report(cells, costs, figures)
     result: Row = {"machine": machine(), "cells": cells, "costs_us": asdict(costs)}
     result["derived"] = figures
