@@ -11,9 +11,11 @@ sustained here and now says little; processor time of the control plane says mor
    is sent. More steps a second cost less each: one turn of the event loop then serves several.
    The goal's own shape comes last and is what counts; two cells of equal workers tell what a row
    costs and what a step does whatever runs in it.
-2. Request cells: a closed loop over GenerateBatch with outputs of two lengths. What those two costs
-   do not explain is that of a request (admission, prompt, response) and of a token's text.
-3. Stream cells: `Generate` with the server's own flush interval and two others; the same for the
+2. A token's text: the detokenizer and the response of 500 tokens alone, in this process.
+3. Request cells: a closed loop over GenerateBatch. What the costs so far do not explain of the one
+   with short outputs is that of a request (admission, prompt, response); the one with long outputs
+   checks it: how much of its time all costs together explain.
+4. Stream cells: `Generate` with the server's own flush interval and two others: the same for the
    cost of a message.
 
 From those: tokens per second of one core at the goal's shape, token-only, with text and requests of
@@ -28,6 +30,7 @@ import asyncio
 import json
 import os
 import platform
+import random
 import shlex
 import shutil
 import subprocess
@@ -41,7 +44,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from bench_fleet_stack import Counters, SimulatedStack
+from bench_fleet_stack import ROOT, Counters, SimulatedStack
+
+from control_plane.model_catalog import load_model
+from data_plane.simulated_worker import read_token_pool
+from demo.model import ensure_demo_model
+from protos.pagewire.v1 import inference_pb2
 
 GOAL_TOK_S = 410_000
 # (workers, rows) of the decode cells, beside the goal's own shape.
@@ -181,13 +189,10 @@ def fit(decode: list[Row], requests: list[Row], streams: list[Row]) -> Costs:
     step = few["us_per_step"] - row * rows[0]
     if not requests:
         return Costs(step=step, row=row)
-    # Two unknowns, two cells.
-    (n1, t1, left1), (n2, t2, left2) = (
-        (cell["requests"], cell["tokens"], _left(cell, step, row)) for cell in requests
-    )
-    determinant = n1 * t2 - n2 * t1
-    request = max(0.0, (left1 * t2 - left2 * t1) / determinant)
-    text = max(0.0, (n1 * left2 - n2 * left1) / determinant)
+    text = text_us()
+    short = requests[0]
+    request = (_left(short, step, row) - text * short["tokens"]) / short["requests"]
+    request = max(0.0, request)
     left = sum(
         _left(cell, step, row) - request * cell["requests"] - text * cell["tokens"]
         for cell in streams
@@ -195,6 +200,29 @@ def fit(decode: list[Row], requests: list[Row], streams: list[Row]) -> Costs:
     num_messages = sum(cell["messages"] for cell in streams)
     message = max(0.0, left / num_messages) if num_messages else 0.0
     return Costs(step=step, row=row, request=request, text=text, message=message)
+
+
+def text_us() -> float:
+    """Microseconds of processor time that a token's text and its place in a response take."""
+    model_dir = ensure_demo_model(ROOT / ".pagewire" / "models", progress=print)
+    tokenizer = load_model(model_dir, "bench").tokenizer
+    pool = read_token_pool(model_dir, 49_152).tolist()
+    rng = random.Random(0)
+    outputs = [rng.choices(pool, k=500) for _ in range(200)]
+    started_s = time.process_time()
+    for ids in outputs:
+        detokenizer = tokenizer.detokenizer([1, 2, 3], skip_special_tokens=True)
+        detokenizer.extend(ids)
+        output = inference_pb2.SequenceOutput(text=detokenizer.text(final=True), token_ids=ids)
+        inference_pb2.GenerateResponse(outputs=[output]).SerializeToString()
+    return (time.process_time() - started_s) / (len(outputs) * 500) * 1e6
+
+
+def explained(costs: Costs, cell: Row) -> float:
+    """The share of a request cell's time that the costs add up to."""
+    time_us = costs.step * cell["steps"] + (costs.row + costs.text) * cell["tokens"]
+    time_us += costs.request * cell["requests"] + costs.message * cell["messages"]
+    return time_us / (cell["cpu_s"] * 1e6)
 
 
 def _left(cell: Row, step: float, row: float) -> float:
@@ -267,7 +295,7 @@ def report(cells: list[Row], costs: Costs, figures: Row) -> None:
         )
     print(
         f"\n{'request cell':24} {'tok/s':>9} {'core':>6} {'requests':>9} {'messages':>9} "
-        f"{'cpu s':>7} {'us/token':>8}"
+        f"{'cpu s':>7} {'us/token':>8} {'explained':>9}"
     )
     for cell in cells:
         if cell["cell"] == "decode":
@@ -276,7 +304,8 @@ def report(cells: list[Row], costs: Costs, figures: Row) -> None:
         name += f" {cell['flush_ms']:g} ms" if cell["flush_ms"] else ""
         print(
             f"{name:24} {cell['tok_s']:9.0f} {cell['busy']:6.0%} {cell['requests']:9} "
-            f"{cell['messages']:9} {cell['cpu_s']:7.2f} {cell['us_per_token']:8.2f}"
+            f"{cell['messages']:9} {cell['cpu_s']:7.2f} {cell['us_per_token']:8.2f} "
+            f"{explained(costs, cell):9.0%}"
         )
     parts = ", ".join(f"{name} {value:.2f}" for name, value in asdict(costs).items())
     print(f"\ncosts of the control plane in us: {parts}")
