@@ -11,6 +11,7 @@ previous ids measured 2.5 times faster than an OrderedDict for taking and return
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -176,6 +177,15 @@ class BlockPool:
                     return block_ids, True
             block_ids.append(found)
         return block_ids, False
+
+    def count_prefix(self, hashes: Sequence[BlockHash]) -> int:
+        """About how many leading hashes are known, for whoever compares many pools.
+
+        By bisection, since a block's successors are given up before it. Where that did not hold,
+        the number is wrong and nothing depends on it.
+        """
+        index = self._index
+        return bisect_left(hashes, True, key=lambda block_hash: block_hash not in index)
 
     def register(
         self, block_ids: Sequence[int], hashes: Sequence[BlockHash], version: int | None

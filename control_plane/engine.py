@@ -316,6 +316,12 @@ class Engine:
 
     @property
     def queued_tokens(self) -> int:
+        """Tokens to compute of requests without any output; what was cached when they came not."""
+        return self.core.uncached_tokens
+
+    @property
+    def unstarted_tokens(self) -> int:
+        """Known tokens of requests without any output."""
         return self.core.unstarted_tokens
 
     @property

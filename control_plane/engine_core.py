@@ -59,10 +59,11 @@ class EngineCore:
         self._reset_version = 0
         self.window = StepWindow(config.lookahead, config.max_lookahead)
         self._resets_in_a_row = 0
-        # Tokens to compute of requests that have not produced any yet, for the router.
-        self._unstarted: dict[Request, int] = {}
+        # Tokens of requests that have not produced any yet: all, and what was not cached when they
+        # came. A long cached prompt is little work, and must not drive its like away.
+        self._unstarted: dict[Request, tuple[int, int]] = {}
         self._unstarted_sequences: set[RequestSequence] = set()
-        self.unstarted_tokens = 0
+        self.unstarted_tokens = self.uncached_tokens = 0
 
     # The stream.
 
@@ -103,7 +104,7 @@ class EngineCore:
         requests = self.scheduler.evacuate()
         self._unstarted.clear()
         self._unstarted_sequences.clear()
-        self.unstarted_tokens = 0
+        self.unstarted_tokens = self.uncached_tokens = 0
         return requests
 
     def receive(self, message: worker_pb2.WorkerMessage, now: float) -> None:
@@ -214,9 +215,11 @@ class EngineCore:
         num_tokens = request.prompt_token_ids.size + sum(
             len(sequence.output_token_ids) for sequence in request.sequences
         )
-        self._unstarted[request] = num_tokens
+        num_uncached = num_tokens - self.scheduler.count_cached_tokens(request)
+        self._unstarted[request] = num_tokens, num_uncached
         self._unstarted_sequences.update(request.sequences)
         self.unstarted_tokens += num_tokens
+        self.uncached_tokens += num_uncached
         self.scheduler.add(request)
 
     def abort(self, request: Request) -> None:
@@ -398,7 +401,9 @@ class EngineCore:
                 self._started(sequence.request)
 
     def _started(self, request: Request) -> None:
-        self.unstarted_tokens -= self._unstarted.pop(request, 0)
+        num_tokens, num_uncached = self._unstarted.pop(request, (0, 0))
+        self.unstarted_tokens -= num_tokens
+        self.uncached_tokens -= num_uncached
         self._unstarted_sequences.difference_update(request.sequences)
 
 

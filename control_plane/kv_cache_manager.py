@@ -108,6 +108,14 @@ class KVCacheManager:
         limit = (num_tokens - 1) // self.block_size
         return self.pool.find_prefix(hashes if len(hashes) == limit else hashes[:limit], version)
 
+    def count_hits(self, sequence: Sequence) -> int:
+        """About how many blocks `find_hits` would find; what a plan in flight computes counts."""
+        if not self.config.enable_prefix_caching:
+            return 0
+        num_tokens = sequence.num_tokens
+        hashes = self._hasher.extend(sequence, num_tokens)
+        return min(self.pool.count_prefix(hashes), (num_tokens - 1) // self.block_size)
+
     def can_admit(self, hits: list[list[int]], num_blocks: int, *, leave_room: bool) -> bool:
         """Whether sequences with these hits and `num_blocks` blocks in all can start together.
 

@@ -29,8 +29,8 @@ class Queue(Protocol):
         ...
 
     @property
-    def queued_tokens(self) -> int:
-        """Tokens to compute of requests without any output."""
+    def unstarted_tokens(self) -> int:
+        """Known tokens of requests without any output."""
         ...
 
     def expected_wait_s(self, request: Request) -> float:
@@ -59,7 +59,7 @@ def check_size(
     num_requests, num_tokens = num_unplaced
     for queue in queues:
         num_requests += queue.num_waiting
-        num_tokens += queue.queued_tokens
+        num_tokens += queue.unstarted_tokens
     if num_requests >= limits.max_queued_requests:
         what, queued, limit = "requests", num_requests, limits.max_queued_requests
     elif num_tokens and num_tokens + request.num_prompt_tokens > limits.max_queued_tokens:

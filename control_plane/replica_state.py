@@ -100,10 +100,13 @@ class ReplicaState:
         )
 
     def count_cached_tokens(self, request: Request) -> int:
-        """Tokens of the request's first live sequence that a plan sent now would hit."""
+        """About how many tokens of the request's first live sequence are cached or being computed.
+
+        A bisection, not a walk: a router asks every replica.
+        """
         for sequence in request.live_sequences:
-            hits, _ = self.kv_cache_manager.find_hits(sequence, self._last_version + 1)
-            return len(hits) * self.kv_cache_manager.block_size
+            manager = self.kv_cache_manager
+            return manager.count_hits(sequence) * manager.block_size
         return 0
 
     def count_ahead(self, request: Request) -> int:

@@ -211,7 +211,7 @@ class World(WorldBase):
             if not core.attached:
                 assert not core.scheduler.has_work
             elif not core.scheduler.has_work:
-                assert core.unstarted_tokens == 0
+                assert core.unstarted_tokens == core.uncached_tokens == 0
         # One sequence each: all of them are somewhere, and nobody in two places. A request whose
         # only sequence has computed all there is awaits its results without a row.
         assert held <= stats.num_requests_live

@@ -106,7 +106,7 @@ class Link:
 
     @property
     def queued_tokens(self) -> int:
-        return self.engine.unstarted_tokens
+        return self.engine.uncached_tokens
 
     @property
     def num_live(self) -> int:
@@ -501,7 +501,7 @@ class ControlStreamMachine(RuleBasedStateMachine):
                 assert link.core.num_in_flight <= self.max_lookahead + 1
                 assert link.core.num_in_flight == link.core.scheduler.num_in_flight_steps
                 if not link.core.num_waiting + link.core.num_running:
-                    assert link.core.unstarted_tokens == 0
+                    assert link.core.unstarted_tokens == link.core.uncached_tokens == 0
 
     def teardown(self) -> None:
         if not self.links:

@@ -147,6 +147,19 @@ async def test_the_router_prefers_the_replica_that_has_the_prefix() -> None:
         assert [r.replica_id for r in busy] == [holder.replica_id]
 
 
+async def test_what_is_cached_does_not_count_as_work_that_queues() -> None:
+    async with running_cluster() as harness, harness.worker("w0"), harness.worker("w1"):
+        await harness.ready(2)
+        prompt = list(range(20, 80))
+        await collect(harness.cluster.submit(harness.request(prompt)))
+        # At once: none of them has any output when the last one is placed.
+        requests = [harness.request(prompt) for _ in range(6)]
+        streams = [harness.cluster.submit(request) for request in requests]
+        for stream in streams:
+            await collect(stream)
+        assert [r.sequences[0].num_cached_tokens for r in requests] == [56] * 6
+
+
 async def test_a_cancelled_request_frees_its_blocks() -> None:
     async with running_cluster() as harness, harness.worker() as worker:
         await harness.ready()

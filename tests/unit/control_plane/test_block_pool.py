@@ -55,6 +55,17 @@ def test_pending_content_is_hit_by_later_plans_only():
     assert pool.take_changes() == {1: (A, 5)}
 
 
+def test_a_known_prefix_is_counted_wherever_it_ends():
+    pool = BlockPool(8)
+    hashes = [BlockHash(bytes([i]) * 32) for i in range(7)]
+    for known in range(7):
+        assert pool.count_prefix(hashes) == known == len(pool.find_prefix(hashes, 100)[0])
+        (block_id,) = pool.allocate(1, known)
+        pool.register([block_id], [hashes[known]], None)
+    assert pool.count_prefix(hashes) == 7
+    assert pool.count_prefix([]) == 0
+
+
 def test_drop_pending_forgets_what_never_ran():
     pool = BlockPool(4)
     pool.allocate(3, 1)
