@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from control_plane import overload, router
 from control_plane.errors import (
     AbortedError,
+    DeadlineError,
     InvariantError,
     RequestTooLongError,
 )
@@ -172,6 +173,7 @@ class Cluster:
 
         Raises:
             RequestTooLongError: It fits no ready replica; names the longest that does.
+            DeadlineError: `timeout_s` is over.
             OverloadedError: The queue is full, or it would wait for too long.
             ShuttingDownError: A drain has begun.
         """
@@ -411,6 +413,8 @@ class Cluster:
         )
         limit_s = math.inf if is_patient else config.max_queue_wait_s
         if timeout_s is not None:
+            if timeout_s <= 0:
+                raise DeadlineError("The request's deadline passed before it was admitted.")
             limit_s = min(limit_s, timeout_s)
         if limit_s < math.inf:
             ready = self.fleet.ready(model)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from cluster_harness import Harness, collect, long_prompt, running_cluster, undisturbed, until
 
-from control_plane.errors import OverloadedError
+from control_plane.errors import DeadlineError, OverloadedError
 
 if TYPE_CHECKING:
     from control_plane.request import Request
@@ -75,6 +75,14 @@ async def test_a_request_that_would_miss_its_deadline_in_the_queue_is_refused_at
         streams.append(harness.cluster.submit(leisurely, timeout_s=1000.0))
         worker.runner.gate.set()
         await asyncio.gather(*map(collect, streams))
+        harness.assert_nothing_held()
+
+
+async def test_a_deadline_that_has_passed_is_not_called_a_queue_that_is_too_long() -> None:
+    async with running_cluster() as harness, harness.worker():
+        await harness.ready()
+        with pytest.raises(DeadlineError):
+            harness.cluster.submit(harness.request([10, 11]), timeout_s=-0.001)
         harness.assert_nothing_held()
 
 

@@ -370,7 +370,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
 TestClusterWorld = ClusterMachine.TestCase
 TestClusterWorld.settings = settings(
-    max_examples=100,
+    max_examples=60,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
