@@ -112,29 +112,30 @@ class SimulationProfile:
         return time_us
 
 
-# Fitted to the tables "One worker alone on an H200" of docs/performance.md: decode steps at a
-# context of 1 024 within 13 % (one row) or 7 % (more), first tokens within 1 %. The KV term is
-# what attention took there at 256 rows, the pair term what a long prompt took beyond a short one.
+# Fitted to "One worker alone on an H200" of docs/performance.md as of 2026-11-30: decode steps at a
+# context of 1 024 within 4 % from 32 rows on (0.6B with 1 row is 18 % too slow and with 8 rows 12 %
+# too fast, which no line can help), first tokens within 1 %. The KV term is what attention took at
+# 256 rows, the pair term what a long prompt took beyond a short one.
 PROFILES = {
     "h200-0.6b": SimulationProfile(
         name="h200-0.6b",
-        step_us=1_050.0,
-        row_us=2.2,
-        kv_token_us=0.0286,
-        prefill_step_us=1_515.0,
-        prefill_token_us=1.79,
-        prefill_pair_us=5.92e-4,
+        step_us=960.0,
+        row_us=1.9,
+        kv_token_us=0.0287,
+        prefill_step_us=2_064.0,
+        prefill_token_us=1.868,
+        prefill_pair_us=6.131e-4,
         mean_output_tokens=256.0,
         num_blocks=65_536,
     ),
     "h200-8b": SimulationProfile(
         name="h200-8b",
-        step_us=4_450.0,
-        row_us=12.5,
-        kv_token_us=0.031,
-        prefill_step_us=530.0,
-        prefill_token_us=17.42,
-        prefill_pair_us=2.236e-3,
+        step_us=4_150.0,
+        row_us=19.0,
+        kv_token_us=0.0294,
+        prefill_step_us=728.0,
+        prefill_token_us=18.08,
+        prefill_pair_us=2.261e-3,
         mean_output_tokens=256.0,
         num_blocks=51_200,
     ),

@@ -21,12 +21,12 @@ from protos.model_fingerprint import base_fingerprint, served_fingerprint
 # prompt length.
 MEASURED = {
     "h200-0.6b": (
-        {1: 0.96, 8: 1.35, 32: 2.05, 128: 5.23, 256: 9.09},
-        {128: 2.80, 1024: 4.71, 8192: 37.1},
+        {1: 0.84, 8: 1.37, 32: 1.93, 128: 5.02, 256: 9.02},
+        {128: 3.27, 1024: 5.26, 8192: 38.9},
     ),
     "h200-8b": (
-        {1: 4.48, 8: 5.00, 32: 6.29, 128: 9.77, 256: 16.11},
-        {128: 7.24, 1024: 24.0, 8192: 222.7},
+        {1: 4.26, 8: 4.67, 32: 5.55, 128: 10.27, 256: 17.23},
+        {128: 7.23, 1024: 24.6, 8192: 228.9},
     ),
 }
 
@@ -48,7 +48,7 @@ def test_profiles_take_the_time_that_was_measured(name: str) -> None:
         time_us = profile.step_time_us(
             num_rows=rows, num_kv_tokens=rows * 1024, num_prefill_tokens=0, num_pairs=0
         )
-        assert time_us == pytest.approx(measured_ms * 1000, rel=0.13 if rows == 1 else 0.07)
+        assert time_us == pytest.approx(measured_ms * 1000, rel=0.19 if rows < 32 else 0.04)
     for tokens, measured_ms in first.items():
         time_us = profile.step_time_us(
             num_rows=1,
