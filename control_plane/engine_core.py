@@ -325,6 +325,10 @@ class EngineCore:
     def _on_step_failed(self, failed: worker_pb2.StepFailed) -> None:
         if failed.version <= self._reset_version:
             return
+        if failed.version > self.sent_version:
+            # A contradiction, like any other: nobody is to blame for a step that was not ordered.
+            self._answer_with_reset(f"failure of plan {failed.version}, which was never sent")
+            return
         self.counters.num_step_failures += 1
         blamed = self.scheduler.requests_in_flight()
         # Closed before anything else, so that losing the replica over it marks nobody twice.
