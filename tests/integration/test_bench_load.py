@@ -139,7 +139,7 @@ async def test_a_turn_has_everything_before_it_in_its_prompt(api: Api) -> None:
 
 
 async def test_decode_rows_are_measured_together(api: Api) -> None:
-    bench = load(api, workload="anchors-decode", arrivals="burst", batch=4, num_requests=4)
+    bench = load(api, workload="decode-rows", arrivals="burst", batch=4, num_requests=4)
     summary = summarize(bench.config, good(await bench.run(), 4))
     assert summary["results"]["decode"]["rows"] == 4
     # A step takes a millisecond at least.

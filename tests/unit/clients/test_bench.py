@@ -120,8 +120,8 @@ def test_poisson_arrivals_come_at_their_rate() -> None:
     assert statistics.stdev(gaps) == pytest.approx(0.05, rel=0.1)
 
 
-def test_the_anchor_requests_are_the_published_ones() -> None:
-    workload = Workload(config(workload="anchors-256", arrivals="burst"))
+def test_the_burst_is_the_published_one() -> None:
+    workload = Workload(config(workload="burst-256", arrivals="burst"))
     turns = [workload.job(i).turns[0] for i in range(256)]
     assert workload.num_requests == 256
     assert sum(len(turn.prompt) for turn in turns) == 142_827
@@ -132,7 +132,7 @@ def test_the_anchor_requests_are_the_published_ones() -> None:
 
 
 def test_the_decode_rows_are_those_of_the_worker_benchmark() -> None:
-    workload = Workload(config(workload="anchors-decode", arrivals="burst", batch=64))
+    workload = Workload(config(workload="decode-rows", arrivals="burst", batch=64))
     turns = [workload.job(i).turns[0] for i in range(64)]
     assert {len(turn.prompt) for turn in turns} == {960}
     assert {turn.max_tokens for turn in turns} == {128 + 8 + 8}
@@ -188,11 +188,11 @@ def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, line: str, message: str)
 # ---- flags -------------------------------------------------------------------------------------
 
 
-def test_an_anchor_sets_what_it_is() -> None:
-    got = flags("--workload", "anchors-decode", "--batch", "8", "--via", "batch")
+def test_a_workload_of_fixed_shape_sets_what_it_is() -> None:
+    got = flags("--workload", "decode-rows", "--batch", "8", "--via", "batch")
     assert (got.arrivals, got.temperature, got.ignore_eos) == ("burst", 0.6, True)
     assert (got.num_requests, got.batch, got.via) == (8, 8, "batch")
-    assert flags("--workload", "anchors-256").num_requests == 256
+    assert flags("--workload", "burst-256").num_requests == 256
     assert flags("--rate", "3").arrivals == "poisson"
     assert flags("--rate", "3").concurrency == 0
 
@@ -205,8 +205,8 @@ def test_no_run_finds_the_prefixes_of_another_unless_told_so() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--workload anchors-256 --requests 5", "--requests: --workload anchors-256 sets that"),
-        ("--workload anchors-256 --temperature 0", "--temperature: "),
+        ("--workload burst-256 --requests 5", "--requests: --workload burst-256 sets that"),
+        ("--workload burst-256 --temperature 0", "--temperature: "),
         ("--batch 4", "--batch belongs to"),
         ("--arrivals poisson", "--rate belongs to --arrivals poisson"),
         ("--arrivals closed --rate 3", "--rate belongs to --arrivals poisson"),

@@ -33,8 +33,8 @@ examples:
   pagewire bench --arrivals poisson --rate 5 --duration-s 60 --slo-ttft-ms 300 --slo-itl-ms 50
   pagewire bench --workload shared-prefix --prefix-len 2048 --prefix-groups 8 --prompt-len 64
   pagewire bench --workload multi-turn --turns 5 --json chat.json --plot chat.png
-  pagewire bench --workload anchors-256                # the 256 requests of docs/performance.md
-  pagewire bench --workload anchors-decode --batch 64  # its decode rows
+  pagewire bench --workload burst-256               # the 256 requests of docs/performance.md
+  pagewire bench --workload decode-rows --batch 64  # its decode rows
 
 LENGTHS is N, LOW-HIGH (uniform), lognormal:MEDIAN:SIGMA:LOW:HIGH, or sharegpt or alpaca: lognormals
 whose means are those of figure 11 of the PagedAttention paper (prompts 161 and 19 tokens, outputs
@@ -45,8 +45,8 @@ of prompt_tokens a "prompt" or "token_ids"; with "prefix": NAME and "prefix_toke
 one name begin alike.
 """
 
-# What an anchor workload is: nothing of it is left to flags.
-_ANCHOR_VALUES: dict[str, Any] = {
+# What a workload of fixed shape is: nothing of it is left to flags.
+_FIXED_VALUES: dict[str, Any] = {
     "arrivals": "burst",
     "concurrency": 0,
     "temperature": 0.6,
@@ -61,10 +61,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load")
     load.add_argument(
         "--workload",
-        choices=bench_config.WORKLOADS + bench_config.ANCHORS,
+        choices=bench_config.WORKLOADS + bench_config.FIXED_WORKLOADS,
         default=defaults.workload,
-        help="what the requests are; the anchors-... set arrivals, lengths and temperature "
-        "themselves (default: %(default)s)",
+        help="what the requests are; burst-256 and decode-rows set arrivals, lengths and "
+        "temperature themselves (default: %(default)s)",
     )
     load.add_argument(
         "--arrivals",
@@ -94,7 +94,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _number(shape, "--turns", int, "N", "of a conversation, each with all before it in its prompt")
     _number(shape, "--think-s", float, "S", "pause before the next turn")
     shape.add_argument("--trace", metavar="FILE", help="JSON lines, for --workload trace")
-    _number(shape, "--batch", int, "ROWS", "of --workload anchors-decode")
+    _number(shape, "--batch", int, "ROWS", "of --workload decode-rows")
     shape.add_argument(
         "--cache-salt",
         metavar="TEXT",
@@ -171,20 +171,20 @@ def read_config(args: argparse.Namespace, server: str) -> BenchConfig:
     given["server"] = server
     given.setdefault("cache_salt", f"bench-{secrets.token_hex(6)}")
     workload = given["workload"]
-    if workload in bench_config.ANCHORS:
+    if workload in bench_config.FIXED_WORKLOADS:
         clashes = sorted(
             bench_config.flag(name)
-            for name in (*_ANCHOR_VALUES, "num_requests", "prompt_lengths", "output_lengths")
+            for name in (*_FIXED_VALUES, "num_requests", "prompt_lengths", "output_lengths")
             if name in given
         )
         if clashes:
             raise ValueError(f"{', '.join(clashes)}: --workload {workload} sets that itself")
-        given |= _ANCHOR_VALUES
+        given |= _FIXED_VALUES
         given["num_requests"] = 256
-        if workload == "anchors-decode":
+        if workload == "decode-rows":
             given["num_requests"] = given.get("batch", BenchConfig.batch)
     elif "batch" in given:
-        raise ValueError("--batch belongs to --workload anchors-decode")
+        raise ValueError("--batch belongs to --workload decode-rows")
     elif workload == "trace":
         given.setdefault("arrivals", "trace")
         given.setdefault("num_requests", bench_config.MAX_REQUESTS)

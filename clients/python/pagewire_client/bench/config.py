@@ -15,7 +15,7 @@ from pagewire_client.bench.lengths import parse_lengths
 
 WORKLOADS = ("random", "shared-prefix", "multi-turn", "trace")
 # The workloads that the figures of docs/performance.md are measured with.
-ANCHORS = ("anchors-256", "anchors-decode")
+FIXED_WORKLOADS = ("burst-256", "decode-rows")
 ARRIVALS = ("closed", "poisson", "burst", "trace")
 MAX_REQUESTS = 1_000_000
 MAX_PROCESSES = 64
@@ -30,7 +30,7 @@ class BenchConfig:
     Attributes:
         server: host:port.
         model: Name; empty: the only one.
-        workload: One of WORKLOADS or ANCHORS.
+        workload: One of WORKLOADS or FIXED_WORKLOADS.
         arrivals: "closed": `concurrency` requests are always under way; "poisson": they come at
             `rate` whatever happens to the earlier ones; "burst": all at once; "trace": when the
             file says.
@@ -49,7 +49,7 @@ class BenchConfig:
         turns: Of a conversation.
         think_s: Pause between an answer and the next turn.
         trace: Path of a JSONL file.
-        batch: Decoding rows of "anchors-decode".
+        batch: Decoding rows of "decode-rows".
         as_text: Prompts are words instead of token ids.
         vocab_size: Token ids are below this; 0: as the server says.
         via: "stream": Generate; "batch": GenerateBatch, which gives no times of tokens.
@@ -126,7 +126,7 @@ class BenchConfig:
 
     def _check_choices(self) -> None:
         for name, choices in (
-            ("workload", WORKLOADS + ANCHORS),
+            ("workload", WORKLOADS + FIXED_WORKLOADS),
             ("arrivals", ARRIVALS),
             ("via", ("stream", "batch")),
         ):
@@ -146,7 +146,7 @@ class BenchConfig:
             raise ValueError("--arrivals trace needs --workload trace: times come from its file")
         if self.workload == "multi-turn" and self.via == "batch":
             raise ValueError("--workload multi-turn needs --via stream")
-        if self.as_text and self.workload in ANCHORS:
+        if self.as_text and self.workload in FIXED_WORKLOADS:
             raise ValueError(f"--text does not fit --workload {self.workload}: it is of token ids")
         if self.via == "batch" and (self.slo_ttft_ms or self.slo_itl_ms):
             raise ValueError("--via batch has no times of tokens, so no --slo-... can be met")

@@ -49,7 +49,7 @@ class Load:
         self.meter = Meter(
             origin_s=time.monotonic(),
             gaps=Gaps(),
-            keeps_times=config.workload == "anchors-decode",
+            keeps_times=config.workload == "decode-rows",
             keeps_output=config.workload == "multi-turn",
         )
         self.num_done = 0

@@ -81,7 +81,7 @@ def summarize(
         results["tpot_ms"] = spread(value for r in good if (value := _tpot_s(r)) is not None)
         if config.slo_ttft_ms or config.slo_itl_ms:
             results["goodput"] = _goodput(config, good, len(outcome.records), seconds)
-    if config.workload == "anchors-decode":
+    if config.workload == "decode-rows":
         results["decode"] = decode_steps(outcome.records)
     return {
         "tool": "pagewire bench",

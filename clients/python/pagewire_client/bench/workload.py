@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Below this, ids are often special tokens and bytes.
 _FIRST_ID = 100
-_ANCHOR_IDS = 10_000
+_HIGH_ID = 10_000
 _DECODE_CONTEXT, _DECODE_STEPS = 1024, 128
 # Common words, which most vocabularies have as one token each.
 _TEXT = (
@@ -72,10 +72,10 @@ class Workload:
         self._output_lengths = parse_lengths(config.output_lengths, is_output=True)
         self._prefixes: dict[str, Prompt] = {}
         self._jobs: list[Job] | None = None
-        if config.workload == "anchors-256":
-            self._jobs = _anchor_requests()
-        elif config.workload == "anchors-decode":
-            self._jobs = _anchor_decode(config.batch)
+        if config.workload == "burst-256":
+            self._jobs = _burst_requests()
+        elif config.workload == "decode-rows":
+            self._jobs = _decode_rows(config.batch)
         elif config.workload == "trace":
             self._jobs = self._read_trace(Path(config.trace))
         per_job = config.turns if config.workload == "multi-turn" else 1
@@ -126,7 +126,7 @@ class Workload:
         config = self._config
         if config.as_text:
             return " ".join(rng.choices(_WORDS, k=count))
-        high = config.vocab_size or _ANCHOR_IDS
+        high = config.vocab_size or _HIGH_ID
         return rng.choices(range(min(_FIRST_ID, high - 1), high), k=count)
 
     def _prefix(self, name: str, length: int) -> Prompt:
@@ -214,14 +214,14 @@ def _length(values: dict[str, Any], name: str) -> int:
     return value
 
 
-def _anchor_requests() -> list[Job]:
+def _burst_requests() -> list[Job]:
     """256 prompts and outputs of 100 to 1 024 tokens, as nano-vllm's published benchmark has them.
 
     All numbers come from one generator in that order: 142 827 prompt and 133 966 output tokens.
     """
     rng = Random(0)
     prompts = [
-        [rng.randint(0, _ANCHOR_IDS) for _ in range(rng.randint(100, 1024))] for _ in range(256)
+        [rng.randint(0, _HIGH_ID) for _ in range(rng.randint(100, 1024))] for _ in range(256)
     ]
     return [
         Job(index, 0.0, (Turn(list(prompt), rng.randint(100, 1024)),))
@@ -229,13 +229,13 @@ def _anchor_requests() -> list[Job]:
     ]
 
 
-def _anchor_decode(batch: int) -> list[Job]:
+def _decode_rows(batch: int) -> list[Job]:
     """Rows that decode together at a context of about 1 024 tokens."""
     rng = Random(100 + batch)
     length = _DECODE_CONTEXT - _DECODE_STEPS // 2
     # Early prompts decode while late ones are in prefill, so some more are asked for.
     max_tokens = _DECODE_STEPS + 8 + batch // 8
     return [
-        Job(index, 0.0, (Turn([rng.randint(0, _ANCHOR_IDS) for _ in range(length)], max_tokens),))
+        Job(index, 0.0, (Turn([rng.randint(0, _HIGH_ID) for _ in range(length)], max_tokens),))
         for index in range(batch)
     ]
