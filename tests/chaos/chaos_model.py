@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MODEL_NAME = "chaos"
-MAX_MODEL_LEN = 2304
+MAX_MODEL_LEN = 2112
 EOS_TOKEN_ID = 2
 _WEIGHT_STD = 0.25
 

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 def render(report: ChaosReport) -> str:
     """All of it, several lines."""
     faults, active = report.faults or {}, report.active_faults or {}
-    lines = [f"{'fault':<26}{'times':>7}{'while streams were active':>28}"]
-    lines += [f"{kind:<26}{faults.get(kind, 0):>7}{active.get(kind, 0):>28}" for kind in FaultKind]
+    lines = [f"{'fault':<30}{'times':>7}{'while streams were active':>28}"]
+    lines += [f"{kind:<30}{faults.get(kind, 0):>7}{active.get(kind, 0):>28}" for kind in FaultKind]
     share = report.num_active_faults / max(1, report.num_faults)
-    lines.append(f"{'all':<26}{report.num_faults:>7}{report.num_active_faults:>21} = {share:>4.0%}")
+    lines.append(f"{'all':<30}{report.num_faults:>7}{report.num_active_faults:>21} = {share:>4.0%}")
     lines += ["", *_load_lines(report), "", *_verdict(report)]
     return "\n".join(lines)
 

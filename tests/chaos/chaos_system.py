@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT_LINKS = ("clients-a", "clients-b")
 STORE_LINK = "store-link"
-# Blocks for the streams of both workers only as long as both live: with one, some are preempted.
+# Too few blocks for all that could run: known prefixes are evicted, sequences preempted.
 _WORKER_ARGS = (
-    *("--num-blocks", "420", "--max-num-seqs", "12", "--max-num-batched-tokens", "256"),
+    *("--num-blocks", "140", "--max-num-seqs", "12", "--max-num-batched-tokens", "256"),
     *("--threads", "1"),
 )
 _POLL_S = 0.2
@@ -65,6 +66,14 @@ class SystemConfig:
     lease_s: float = 3.0
     grace_s: float = 3.0
     replica_wait_s: float = 90.0
+
+
+class StoreContents(Enum):
+    """What a store that was killed comes back with."""
+
+    AS_WRITTEN = "as written"
+    NONE = "none"
+    FROM_BACKUP = "from a backup"
 
 
 @dataclass(slots=True)
@@ -213,6 +222,25 @@ class ChaosSystem:
         """What the logs of those that run now may not say."""
         paths = {process.log_path for process in self.stack.processes.processes}
         return [line for path in sorted(paths) if path.exists() for line in self.logs.read(path)]
+
+    async def restart_store(self, contents: StoreContents, *, after_s: float) -> None:
+        """Kill the store and start it again.
+
+        Args:
+            contents: With what it comes back.
+            after_s: How long it is away.
+        """
+        await self.store.kill()
+        data, backup = self.config.base_dir / "data", self.config.base_dir / "backup"
+        if contents is not StoreContents.AS_WRITTEN:
+            shutil.rmtree(data, ignore_errors=True)
+        elif not backup.exists():
+            shutil.copytree(data, backup)
+        if contents is StoreContents.FROM_BACKUP and backup.exists():
+            # The next one begins with what is there then.
+            backup.rename(data)
+        await asyncio.sleep(after_s)
+        await self.store.start()
 
     # What serves.
 

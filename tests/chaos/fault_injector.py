@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import signal
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
-from chaos.chaos_system import CLIENT_LINKS, STORE_LINK, stepped_back
+from chaos.chaos_system import CLIENT_LINKS, STORE_LINK, StoreContents, stepped_back
 from chaos.fault_schedule import (
     CONTROL_PLANE,
     Fault,
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 _WHOLE_LIMIT_S = 120.0
 _PATIENCE_S = 45.0
 _POLL_S = 0.02
-_MIN_TOKENS_SERVED = 100
+_MIN_TOKENS_SERVED = 400
 _MAX_DELAY_S = 0.4
 
 
@@ -225,7 +224,13 @@ class FaultInjector:
         if fault.kind is FaultKind.CONTROL_STOP:
             await self._freeze(process, fault.hold_s)
             return
+        store_link = self._system.store_link
+        if fault.kind is FaultKind.CONTROL_KILL and fault.chance < 0.5:
+            # What it writes in its last second is lost: the store remembers blocks as they were.
+            await store_link.cut(refuse_new=True)
+            await asyncio.sleep(0.3 + 2.0 * fault.chance)
         await self._end(process, fault.kind is FaultKind.CONTROL_KILL)
+        store_link.mend()
         self._system.control_plane = None
         await asyncio.sleep(fault.hold_s)
         self._system.start_control_plane()
@@ -249,22 +254,22 @@ class FaultInjector:
     # Store and links.
 
     async def _disturb_store(self, fault: Fault) -> None:
-        store = self._system.store
+        system, store = self._system, self._system.store
         if fault.kind is FaultKind.STORE_STOP:
             store.freeze()
             try:
                 await asyncio.sleep(fault.hold_s)
             finally:
                 store.thaw()
-        elif fault.kind is FaultKind.STORE_WIPE and fault.chance < 0.5:
+        elif fault.kind is FaultKind.STORE_KILL:
+            await system.restart_store(StoreContents.AS_WRITTEN, after_s=fault.hold_s)
+        elif fault.chance < 0.3:
             async with store.admin() as admin:
                 await admin.flushall()
         else:
-            await store.kill()
-            if fault.kind is FaultKind.STORE_WIPE:
-                shutil.rmtree(self._system.config.base_dir / "data", ignore_errors=True)
-            await asyncio.sleep(fault.hold_s)
-            await store.start()
+            is_lost = fault.chance < 0.6
+            contents = StoreContents.NONE if is_lost else StoreContents.FROM_BACKUP
+            await system.restart_store(contents, after_s=fault.hold_s)
 
     async def _disturb_link(self, fault: Fault, link: Link) -> None:
         try:

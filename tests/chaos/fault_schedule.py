@@ -32,7 +32,7 @@ class FaultKind(StrEnum):
     CONTROL_TERM = "control plane SIGTERM"
     STORE_KILL = "store kill -9"
     STORE_STOP = "store SIGSTOP"
-    STORE_WIPE = "store wiped"
+    STORE_WIPE = "store wiped or of yesterday"
     LINK_CUT = "link cut"
     LINK_FREEZE = "link silent"
     LINK_SLOW = "link slow"

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 # Ids that stand for text: no special tokens, none of the padding behind the vocabulary.
 _TOKEN_IDS = (4, 400)
-_NUM_TOKEN_DOCUMENTS = 6
+_NUM_TOKEN_DOCUMENTS = 10
 _WORDS = (
     *("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "and", "sleeps", "on"),
     *("hello", "world", "how", "are", "you", "today", "fine", "thank", "STOP", "end", "of"),
     *("naïve", "café", "straße", "你好", "世界", "😀", "a", "sentence"),
 )
-_NUM_TEXT_DOCUMENTS = 4
+_NUM_TEXT_DOCUMENTS = 6
 # Drawn again and again, so that most of them were answered by the undisturbed system already.
 _NUM_PLAIN_TAILS = 6
 _NUM_SEEDS = 4
@@ -69,11 +69,11 @@ def make_documents(seed: int) -> Documents:
     draw = random.Random(f"documents of {seed}")
     return Documents(
         token_ids=tuple(
-            tuple(draw.randrange(*_TOKEN_IDS) for _ in range(draw.randint(40, 600)))
+            tuple(draw.randrange(*_TOKEN_IDS) for _ in range(draw.randint(30, 300)))
             for _ in range(_NUM_TOKEN_DOCUMENTS)
         ),
         texts=tuple(
-            " ".join(draw.choice(_WORDS) for _ in range(draw.randint(20, 100)))
+            " ".join(draw.choice(_WORDS) for _ in range(draw.randint(15, 70)))
             for _ in range(_NUM_TEXT_DOCUMENTS)
         ),
     )
