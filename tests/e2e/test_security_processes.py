@@ -81,7 +81,8 @@ class Stack:
             [
                 *(sys.executable, "-m", "control_plane", *self.model),
                 *("--port=0", f"--worker-port={worker_port}", "--metrics-port=0"),
-                "--enforce-cache-salt",
+                # A worker takes its time to load on a machine that does other things.
+                *("--enforce-cache-salt", "--replica-wait-s=300"),
                 *(f"--tls-cert={server}.pem", f"--tls-key={server}.key"),
                 *(f"--worker-tls-client-ca={self.pki.ca}", f"--auth-tokens-file={self.tokens}"),
                 f"--worker-token-file={worker_tokens}",
@@ -134,7 +135,7 @@ async def run(*command: str, cwd: Path) -> tuple[int | None, str]:
         stderr=asyncio.subprocess.STDOUT,
     )
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             out, _ = await process.communicate()
     finally:
         if process.returncode is None:
@@ -219,7 +220,7 @@ async def test_everything_is_renewed_under_a_worker_that_runs_on(
                 stack.public.replace("127.0.0.1", "localhost"),
                 tls=stack.pki.client(),
                 token=ALICE,
-                timeout_s=60.0,
+                timeout_s=300.0,
             ) as client:
                 completion = await client.complete("x", max_tokens=2)
             return completion.usage.completion_tokens > 0
@@ -236,6 +237,7 @@ async def test_everything_is_renewed_under_a_worker_that_runs_on(
         await until(
             lambda: stack.control.log_tail().count("certificates read again") == 2,
             what="both ports have read",
+            timeout_s=60.0,
         )
         assert await answers()
         # The stream that stood is still there; whoever dials now needs the new ones.
