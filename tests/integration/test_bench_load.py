@@ -18,8 +18,10 @@ from pagewire_client.bench.config import BenchConfig
 from pagewire_client.bench.load import Load
 from pagewire_client.bench.report import summarize, table
 from simulated_harness import simulated_workers
+from tls_helpers import make_pki
 
 from control_plane.cluster_config import ClusterConfig
+from control_plane.security_config import SecurityConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -219,6 +221,34 @@ async def test_several_processes_share_a_run_and_write_one_result(api: Api, tmp_
     assert summary["results"]["tokens"]["output"] == 600
     assert len(summary["results"]["client"]["cpu_s"]) == 3
     assert {"date", "versions", "machine", "definitions"} <= summary.keys()
+
+
+async def test_every_process_brings_certificates_and_token(
+    catalog: CatalogModel, model_dir: Path, tmp_path: Path
+) -> None:
+    pki = make_pki(tmp_path)
+    tokens = tmp_path / "tokens"
+    tokens.write_text("alice alice-0123456789abcdef\n")
+    token = tmp_path / "alice.token"
+    token.write_text("alice-0123456789abcdef\n")
+    security = SecurityConfig(
+        tls=pki.files("server", ca=pki.ca), auth_tokens_file=tokens, enforce_cache_salt=True
+    )
+    # Workers dial their own port, which is open here.
+    async with (
+        running_api(catalog, model_dir, security=security) as api,
+        simulated_workers(api, model_dir, "1ms"),
+    ):
+        arguments = f"--token-file {token} --requests 8 --concurrency 4 --processes 2 "
+        mine = pki.files("client", ca=pki.ca)
+        arguments += f"--tls-ca {mine.ca} --tls-cert {mine.cert} --tls-key {mine.key} "
+        arguments += "--output-len 5"
+        async with bench_process(api, *arguments.split()) as process:
+            async with asyncio.timeout(120):
+                stdout, stderr = await process.communicate()
+        assert process.returncode == 0, stderr.decode()
+        assert "8 of 8" in stdout.decode()
+        assert "alice-0123456789abcdef" not in stdout.decode() + stderr.decode()
 
 
 @pytest.mark.parametrize("processes", [1, 2])

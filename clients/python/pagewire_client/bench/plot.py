@@ -82,6 +82,8 @@ def _cumulative(axis: Any, label: str, points: list[tuple[float, float]]) -> Non
     axis.set_xlabel(label)
     axis.set_ylabel("share at or below")
     axis.set_ylim(0, 1.02)
+    # From zero, so that a narrow distribution looks narrow.
+    axis.set_xlim(0, 1.05 * points[-1][0] if points else 1.0)
     axis.grid(alpha=0.3)
     if not points:
         axis.text(0.5, 0.5, "nothing was measured", ha="center", transform=axis.transAxes)
