@@ -88,10 +88,20 @@ class Situation:
     play: int
 
 
-class Scenario:
-    """A replica at work, by seed. `messages` are numbered in both directions together."""
+class _HereError(Exception):
+    """The message at which a scenario was to stop is about to be delivered."""
 
-    def __init__(self, seed: int, *, is_recorded: bool = False) -> None:
+
+class Scenario:
+    """A replica at work, by seed. Messages are numbered in both directions together.
+
+    Args:
+        seed: Decides everything.
+        is_recorded: Whether every message's moment is kept in `for_control` and `for_worker`.
+        stop_at: The message before which `play` stops, with everything as it was then.
+    """
+
+    def __init__(self, seed: int, *, is_recorded: bool = False, stop_at: int | None = None) -> None:
         self.rng = random.Random(seed)
         self.output = Output()
         self.worker = StepwiseWorker(
@@ -117,6 +127,7 @@ class Scenario:
         self.for_control: list[Situation] = []
         self.for_worker: list[Situation] = []
         self._is_recorded = is_recorded
+        self._stop_at = stop_at
         self._attach(asks=False)
 
     def _new_core(self) -> EngineCore:
@@ -133,25 +144,30 @@ class Scenario:
         self.core.attach(applied, 0.0, hold_s=1.0 if asks else None)
 
     def play(self, num_messages: int) -> None:
-        """Go on until so many messages have been delivered."""
-        while self.num_messages < num_messages:
-            self._happen()
-            self.pump(num_messages)
+        """Go on until so many messages have been delivered, or the one to stop at comes."""
+        try:
+            while self.num_messages < num_messages:
+                self._happen()
+                self.pump()
+        except _HereError:
+            self._stop_at = None
 
-    def pump(self, limit: int = 1 << 30) -> None:
+    def pump(self) -> None:
         """Let everything that is on its way arrive, step by step."""
         for _ in range(self.rng.randint(1, 4)):
             self.core.index.work()
             self.core.order_steps(10.0)
             self._collect()
-            while self.to_worker and self.num_messages < limit:
-                message = self.to_worker.popleft()
+            while self.to_worker:
+                message = self.to_worker[0]
                 self._note(self.for_worker, self.worker.protocol, message)
+                self.to_worker.popleft()
                 self.to_control.extend(self.worker.feed(message))
             self.to_control.extend(self.worker.run_step())
-            while self.to_control and self.num_messages < limit:
-                message = self.to_control.popleft()
+            while self.to_control:
+                message = self.to_control[0]
                 self._note(self.for_control, (self.core, self.output), message)
+                self.to_control.popleft()
                 self.core.receive(message, 0.0)
                 self._collect()
 
@@ -161,6 +177,8 @@ class Scenario:
         self.output.sent.clear()
 
     def _note(self, where: list[Situation], receiver: object, message: Message) -> None:
+        if self.num_messages == self._stop_at:
+            raise _HereError
         self.num_messages += 1
         if self._is_recorded:
             try:

@@ -120,8 +120,10 @@ def _fuzz(
 
 def _play_on(number: int, situation: Situation, data: bytes, deliver: object) -> None:
     """Come to the same moment, be refused the same message, and go on as if nothing had been."""
-    scenario = Scenario(number)
-    scenario.play(situation.play)
+    scenario = Scenario(number, stop_at=situation.play)
+    scenario.play(situation.play + 1)
+    queue = scenario.to_control if deliver is _to_control else scenario.to_worker
+    assert queue[0] == situation.message, "not the same moment"
     if deliver is _to_control:
         if worker_pb2.WorkerMessage.FromString(data).HasField("drain"):
             return

@@ -179,7 +179,7 @@ async def soak(args: argparse.Namespace, directory: Path) -> Report:
         )
         await clients.run()
         print("kinds:", ", ".join(f"{k} {n}" for k, n in sorted(clients.kinds.items())))
-        print("tokens compared:", clients.num_tokens)
+        print("tokens compared:", clients.num_tokens, "requests given up:", clients.num_given_up)
         await stop(workers)
         assert workers.stdout is not None
         print("workers:", (await workers.stdout.read()).decode().strip())
