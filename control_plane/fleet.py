@@ -319,6 +319,10 @@ class Fleet:
             )
             self.lose(engine, error, lost=True)
             self._drop(engine.replica_id)
+        else:
+            if not self._gate.is_open(engine.model):
+                # Its index may have been the last one to be checked.
+                self._gate.look()
 
     def stream_closed(self, engine: Engine, stream: WorkerStream) -> None:
         """The worker's end of its stream is gone."""
@@ -415,6 +419,8 @@ class Fleet:
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        # What the store has of a replica may have been the last thing that was waited for.
+        self._gate.look()
         if not task.cancelled() and (error := task.exception()) is not None:
             # The tasks handle what workers and the store can cause; the rest is our own defect.
             logger.critical("task failed: task=%s", task.get_name(), exc_info=error)

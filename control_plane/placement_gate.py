@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 # How often a store that does not answer is asked again, and for how long: nobody waits for it.
 _ASK_PAUSE_S = 0.2
 _ASK_LIMIT_S = 60.0
-# What a replica's index still waits for ends in several places; looking is cheap, and soon over.
+# Most often a worker's message or the store's answer ends a wait, and is told; but a large index is
+# checked in pieces afterwards. Looking is cheap, and soon over.
 _LOOK_INTERVAL_S = 0.01
 
 
@@ -184,8 +185,10 @@ class PlacementGate:
             self._on_open()
 
     def close(self) -> None:
-        """Stop the clock."""
+        """Hold nothing any more, and tell nobody."""
         self._timer.cancel()
+        for _, comeback in self._comebacks.values():
+            comeback.is_over = True
 
     def _log(self, model: ServedModel, comeback: Comeback, now: float) -> None:
         logger.info(

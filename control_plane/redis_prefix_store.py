@@ -136,7 +136,7 @@ class RedisPrefixStore:
             self._task = None
             for state in self._scopes.values():
                 state.live = None  # whoever answers may be gone by now
-            if self._state == "ok":
+            if self._state in ("ok", "connecting"):
                 with contextlib.suppress(*FAILURES):
                     async with asyncio.timeout(self._timing.close_timeout_s):
                         await self._flush()

@@ -78,6 +78,14 @@ async def test_next_process_finds_entries_and_terms(valkey):
         assert await second.next_term("s0", 0) == 7
 
 
+async def test_a_process_that_ends_at_once_has_written_what_it_knew(valkey):
+    async with redis_store(valkey.url) as first:
+        first.record(SCOPE, entries(3))
+    async with redis_store(valkey.url) as second:
+        assert await second.load(SCOPE) == entries(3)
+        assert await second.known_scopes("test", MODELS) == [SCOPE]
+
+
 async def test_next_process_keeps_entries_it_has_not_adopted_yet(valkey):
     async with redis_store(valkey.url) as first:
         first.renew(SCOPE, lambda: entries(3))
