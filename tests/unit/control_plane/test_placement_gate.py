@@ -84,7 +84,7 @@ def test_as_long_as_the_store_has_not_answered_there_may_be_others():
 
 
 @pytest.mark.parametrize("known", [(), (A,)])
-def test_who_is_known_and_there_is_not_waited_for(known):
+def test_who_is_known_and_there_is_not_waited_for(known: tuple[bytes, ...]):
     one = comeback(*known)
     one.greet(10.0, has_served=True)
     one.look(10.0, [A])
