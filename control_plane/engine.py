@@ -306,11 +306,12 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        return self.core.num_waiting
+        # Asked of every replica for every request, as are the next ones: straight at the source.
+        return self._scheduler.num_waiting
 
     def expected_wait_s(self, request: Request) -> float:
         """Seconds until the request would get a row here, if it came now."""
-        if not self.core.num_waiting:
+        if not self._scheduler.num_waiting:
             return 0.0
         return self._queue_wait.expected_s(self.core.count_ahead(request), self._clock())
 
@@ -326,7 +327,7 @@ class Engine:
 
     @property
     def num_live(self) -> int:
-        return self.core.num_running + self.core.num_waiting
+        return self._scheduler.num_running + self._scheduler.num_waiting
 
     def fits(self, num_total_tokens: int, num_sequences: int) -> bool:
         """Whether so many sequences of this length can ever run here together."""

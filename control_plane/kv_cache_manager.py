@@ -90,7 +90,8 @@ class KVCacheManager:
     def fits(self, num_total_tokens: int, num_sequences: int = 1) -> bool:
         """Whether the pool can ever hold so many sequences of this length, prompt and output."""
         # The last token is sampled, never fed: it needs no slot.
-        num_blocks = self.blocks_for(max(num_total_tokens - 1, 1))
+        num_slots = num_total_tokens - 1 if num_total_tokens > 1 else 1
+        num_blocks = -(-num_slots // self.block_size)
         return num_blocks * num_sequences <= self.pool.num_usable_blocks
 
     def find_hits(self, sequence: Sequence, version: int) -> tuple[list[int], bool]:

@@ -5,6 +5,7 @@ Owns the cost. Does not know streams, time, or how a replica finds a prefix.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -60,16 +61,21 @@ def choose(request: Request, candidates: Iterable[C]) -> C | None:
     if len(able) <= 1:
         return able[0] if able else None
     num_tokens = sum(sequence.num_tokens for sequence in request.live_sequences)
-    return min(
-        able,
-        key=lambda c: (
-            c.replica_id == request.avoid,
-            c.is_doubtful,
-            num_tokens - c.num_hit_tokens(request) + c.queued_tokens,
-            c.num_live,
-            c.replica_id,
-        ),
-    )
+    best, least = able[0], (True, True, math.inf)
+    for candidate in able:
+        cost = (
+            candidate.replica_id == request.avoid,
+            candidate.is_doubtful,
+            num_tokens - candidate.num_hit_tokens(request) + candidate.queued_tokens,
+        )
+        # Who has less to do matters, and is asked, only among equals.
+        if cost < least or (cost == least and _load(candidate) < _load(best)):
+            best, least = candidate, cost
+    return best
+
+
+def _load(candidate: Candidate) -> tuple[int, str]:
+    return candidate.num_live, candidate.replica_id
 
 
 def fitting(request: Request, candidates: Iterable[C]) -> list[C]:
