@@ -23,6 +23,7 @@ from control_plane.request_checks import (
     checked_ids,
     flush_interval_s,
     read_resume,
+    refuse_adapter,
     refuse_unsupported,
 )
 from control_plane.tokenizer import check_text
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 
 # Enough of a prompt's end for any detokenizer.
 _PROMPT_TAIL = 64
+# Of sampling parameters that are remembered: how many, and how large their messages are.
+_MAX_KNOWN = 256
+_MAX_KNOWN_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +90,8 @@ class RequestBuilder:
         self._enforces_cache_salt = enforce_cache_salt
         self._max_priority = max_priority
         self._arrivals = itertools.count()
+        # What was checked before, by the bytes of the message and the size of the vocabulary.
+        self._known_sampling: dict[tuple[bytes, int], SamplingParams] = {}
 
     async def build(
         self, message: inference_pb2.GenerateRequest, *, req_id: str, tenant: str = ""
@@ -104,7 +110,7 @@ class RequestBuilder:
         check_request_id(message.request_id)
         check_cache_salt(message.cache_salt)
         check_priority(message.priority, self._max_priority)
-        refuse_unsupported(message)
+        refuse_adapter(message.adapter)
         sampling = self._sampling(message.sampling, model.served.vocab_size)
         interval_s = flush_interval_s(message)
         resume = read_resume(message.resume, sampling.n, model.served)
@@ -154,6 +160,22 @@ class RequestBuilder:
         return f"{tenant}/{message.cache_salt}"
 
     def _sampling(self, message: inference_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
+        """Checked and resolved, by memory where somebody sent the same before: most do."""
+        data = message.SerializeToString()
+        known = self._known_sampling.get((data, vocab_size))
+        if known is not None:
+            return known
+        sampling = self._read_sampling(message, vocab_size)
+        if len(data) <= _MAX_KNOWN_BYTES:
+            if len(self._known_sampling) >= _MAX_KNOWN:
+                self._known_sampling.clear()
+            self._known_sampling[data, vocab_size] = sampling
+        return sampling
+
+    def _read_sampling(
+        self, message: inference_pb2.SamplingParams, vocab_size: int
+    ) -> SamplingParams:
+        refuse_unsupported(message)
         n = message.n if message.HasField("n") else 1
         if not 1 <= n <= self._max_n:
             raise InvalidRequestError(

@@ -46,6 +46,8 @@ def check_request_id(request_id: str) -> None:
             value=len(request_id),
             limit=MAX_REQUEST_ID_BYTES,
         )
+    if request_id.isascii() and request_id.isprintable():
+        return
     for position, char in enumerate(request_id):
         if not " " <= char <= "~":
             raise InvalidRequestError(
@@ -92,23 +94,34 @@ def check_priority(priority: int, limit: int | None) -> None:
         )
 
 
-def refuse_unsupported(message: inference_pb2.GenerateRequest) -> None:
+def refuse_adapter(adapter: str) -> None:
+    """Refuse a request that names one.
+
+    Raises:
+        UnsupportedFeatureError: This server has none.
+    """
+    if adapter:
+        raise _unsupported("adapter")
+
+
+def refuse_unsupported(sampling: inference_pb2.SamplingParams) -> None:
     """Refuse fields that this server would ignore.
 
     Raises:
         UnsupportedFeatureError: Names the first of them.
     """
-    for field in _unsupported_fields(message):
-        raise UnsupportedFeatureError(
-            f"{field} is part of the API but not built into this server. Leave it unset.",
-            field=field,
-        )
+    for field in _unsupported_fields(sampling):
+        raise _unsupported(field)
 
 
-def _unsupported_fields(message: inference_pb2.GenerateRequest) -> Iterator[str]:
-    sampling = message.sampling
-    if message.adapter:
-        yield "adapter"
+def _unsupported(field: str) -> UnsupportedFeatureError:
+    return UnsupportedFeatureError(
+        f"{field} is part of the API but not built into this server. Leave it unset.",
+        field=field,
+    )
+
+
+def _unsupported_fields(sampling: inference_pb2.SamplingParams) -> Iterator[str]:
     # NaN differs from everything, hence is refused as well.
     if sampling.presence_penalty != 0:
         yield "presence_penalty"
