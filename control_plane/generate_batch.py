@@ -10,7 +10,6 @@ Owns: the slots of one stream. Does not know: how a request runs.
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -140,9 +139,7 @@ class BatchCall:
             response = inference_pb2.GenerateResponse(
                 request_id=generation.request_id, seed=generation.seed
             )
-            async with aclosing(generation.updates(gather=True)) as all_updates:
-                async for updates in all_updates:
-                    response.outputs.extend(to_outputs(updates))
+            response.outputs.extend(to_outputs(await generation.gathered()))
             response.usage.CopyFrom(generation.usage())
             return response
 

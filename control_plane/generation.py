@@ -10,10 +10,9 @@ Owns: live client ids, defaults of ids. Does not know: gRPC, how responses are f
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import time
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -199,6 +198,7 @@ class Generation:
         self._started = started
         self._clock = clock
         self._last_token_at: float | None = None
+        self._has_early_token = False  # the first was timed, and comes with the next news
         self._finish_reasons: list[FinishReason] = []
         self._num_open = sum(
             not processor.is_finished and index not in built.ended
@@ -215,32 +215,46 @@ class Generation:
             replays=sum(sequence.num_replays for sequence in request.sequences),
         )
 
-    async def updates(self, *, gather: bool = False) -> AsyncGenerator[list[Update]]:
-        """What becomes visible, as it does; ends when every sequence has ended.
+    async def gathered(self) -> list[Update]:
+        """Everything, once every sequence has ended. Instead of `updates`, for less.
 
-        Args:
-            gather: Yield once, at the end.
+        Raises:
+            ServingError: The request failed.
+        """
+        updates = self._resumed_ends()
+        if self.is_finished or (stream := self._stream) is None:
+            return list(updates.values())
+        has_stop = bool(self._built.request.sampling.stop)
+        if not has_stop:
+            # Nobody waits for the first token, but its time is measured.
+            stream.watch(self._record_first_token)
+        try:
+            while not self.is_finished:
+                with self._explaining_abort():
+                    news = await (stream.read() if has_stop else stream.read_end())
+                self._process(news, updates)
+        finally:
+            stream.unwatch()
+        return list(updates.values())
+
+    async def updates(self) -> AsyncGenerator[list[Update]]:
+        """What becomes visible, as it does; ends when every sequence has ended.
 
         Raises:
             ServingError: The request failed; what came before was yielded.
         """
-        updates: dict[int, Update] = {}
-        for index, chunk in self._built.ended.items():
-            if chunk is not None:
-                self._add(index, chunk, updates)
-        with nullcontext() if gather else self._pace.open():
+        updates = self._resumed_ends()
+        with self._pace.open():
             flush_at = 0.0  # the first token is never held back
             while not self.is_finished and self._stream is not None:
                 try:
-                    news = await self._read(self._stream, math.inf if gather else flush_at)
+                    news = await self._read(self._stream, flush_at)
                 except ServingError:
-                    if updates and not gather:
+                    if updates:
                         yield list(updates.values())
                     raise
                 self._process(news, updates)
-                if news.ended and not self.is_finished:
-                    raise InvariantError(f"stream ended with open sequences: {self._built.request}")
-                if not updates or gather or self.is_finished:
+                if not updates or self.is_finished:
                     continue
                 now = self._clock()
                 if now >= flush_at:
@@ -249,6 +263,13 @@ class Generation:
                     flush_at = now + self._interval_s()
         if updates:
             yield list(updates.values())
+
+    def _resumed_ends(self) -> dict[int, Update]:
+        updates: dict[int, Update] = {}
+        for index, chunk in self._built.ended.items():
+            if chunk is not None:
+                self._add(index, chunk, updates)
+        return updates
 
     def _interval_s(self) -> float:
         wish_s = self._built.flush_interval_s
@@ -268,17 +289,20 @@ class Generation:
         """
         is_eager = bool(self._built.request.sampling.stop) or self._last_token_at is None
         wait = stream.read if is_eager else stream.read_end
-        try:
+        with self._explaining_abort():
             remaining_s = until - self._clock()
             if remaining_s <= 0:
                 return await stream.read()
-            if until == math.inf:
-                return await wait()
             try:
                 async with asyncio.timeout(remaining_s):
                     return await wait()
             except TimeoutError:
                 return stream.take()
+
+    @contextmanager
+    def _explaining_abort(self) -> Generator[None]:
+        try:
+            yield
         except AbortedError:
             if self._claim.is_replaced:
                 raise AbortedError(
@@ -306,6 +330,8 @@ class Generation:
             self._add(entry.index, chunk, updates)
         if num_tokens > 0:
             self._record_tokens(num_tokens)
+        if news.ended and not self.is_finished:
+            raise InvariantError(f"stream ended with open sequences: {request}")
 
     def _add(self, index: int, chunk: OutputChunk, updates: dict[int, Update]) -> None:
         if not chunk:
@@ -319,13 +345,22 @@ class Generation:
 
     def _record_tokens(self, num_tokens: int) -> None:
         self._metrics.num_generation_tokens += num_tokens
-        now = self._clock()
         if self._last_token_at is None:
-            self._metrics.time_to_first_token.observe(now - self._started)
-        else:
-            gap = (now - self._last_token_at) / num_tokens
-            self._metrics.inter_token_latency.observe(gap, count=num_tokens)
+            self._record_first_token()
+            self._has_early_token = False
+            return
+        now = self._clock()
+        num_gaps = num_tokens - self._has_early_token
+        self._has_early_token = False
+        if num_gaps > 0:
+            gap = (now - self._last_token_at) / num_gaps
+            self._metrics.inter_token_latency.observe(gap, count=num_gaps)
         self._last_token_at = now
+
+    def _record_first_token(self) -> None:
+        self._last_token_at = self._clock()
+        self._metrics.time_to_first_token.observe(self._last_token_at - self._started)
+        self._has_early_token = True
 
     def record_end(self) -> None:
         """Count the request once, when its call ends."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from control_plane.errors import ServingError
     from control_plane.request import FinishReason, Sequence
@@ -59,7 +59,9 @@ class TokenReaders:
         """These sequences have got a token each."""
         if self._streams:
             for sequence in self._streams.keys() & sequences:
-                self._streams[sequence].wake()
+                # A stream that was told of one of its sequences may have taken out the others.
+                if (stream := self._streams.get(sequence)) is not None:
+                    stream.wake()
 
     def add(self, sequence: Sequence, stream: TokenStream) -> None:
         self._streams[sequence] = stream
@@ -74,7 +76,17 @@ class TokenStream:
     Both live on one event loop. A failure is delivered after the tokens that came before it.
     """
 
-    __slots__ = ("_ends", "_error", "_open", "_positions", "_readers", "_wake", "closed")
+    __slots__ = (
+        "_ends",
+        "_error",
+        "_on_token",
+        "_open",
+        "_positions",
+        "_readers",
+        "_wake",
+        "_watched",
+        "closed",
+    )
 
     def __init__(self, sequences: Iterable[Sequence], readers: TokenReaders) -> None:
         """Open a stream behind what the logs hold now.
@@ -89,11 +101,34 @@ class TokenStream:
         self._error: ServingError | None = None
         self._readers = readers
         self._wake = asyncio.Event()
+        self._on_token: Callable[[], None] | None = None
+        self._watched: tuple[Sequence, ...] = ()
         self.closed = not self._open
+
+    def watch(self, on_token: Callable[[], None]) -> None:
+        """Have the next token told by a call, which costs less than waking a task.
+
+        Until then, or `unwatch`, the reader may use `read_end` only.
+        """
+        self._on_token = on_token
+        self._watched = tuple(self._open)
+        for sequence in self._watched:
+            self._readers.add(sequence, self)
+
+    def unwatch(self) -> None:
+        """Nobody is told any more. Idempotent; whoever watches has to call it at the end."""
+        self._on_token = None
+        for sequence in self._watched:
+            self._readers.discard(sequence)
+        self._watched = ()
 
     def wake(self) -> None:
         """There is a token."""
-        self._wake.set()
+        if (on_token := self._on_token) is not None:
+            self.unwatch()
+            on_token()
+        else:
+            self._wake.set()
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End one sequence; its log does not grow any more."""

@@ -199,3 +199,18 @@ async def test_two_batches_do_not_disturb_each_other(api: Api) -> None:
         return len([r async for r in api.client.batch(requests) if r.completion])
 
     assert await asyncio.gather(batch(100), batch(200)) == [10, 10]
+
+
+async def test_parameters_that_were_seen_before_are_judged_as_the_first_time(api: Api) -> None:
+    requests = [
+        build_request([5, 6], {**GREEDY, "request_id": f"{temperature}{i}", "temperature": value})
+        for i in range(2)
+        for temperature, value in (("cold", 0.0), ("hot", -1.0))
+    ]
+    results = {r.request_id: r async for r in api.client.batch(requests)}
+    expected = api.expected([5, 6], max_tokens=6, ignore_eos=True)
+    for i in range(2):
+        completion = results[f"cold{i}"].completion
+        assert completion is not None
+        assert completion.token_ids == expected
+        assert isinstance(results[f"hot{i}"].error, InvalidRequestError)

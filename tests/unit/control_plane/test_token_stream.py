@@ -147,3 +147,28 @@ async def test_a_failure_after_the_end_changes_nothing() -> None:
 
 async def test_a_stream_without_live_sequences_has_ended() -> None:
     assert (await TokenStream([], TokenReaders()).read()).ended
+
+
+async def test_a_watcher_is_told_of_the_first_token_and_the_reader_sleeps_on() -> None:
+    writer = Writer(2)
+    told: list[int] = []
+    writer.stream.watch(lambda: told.append(len(writer.sequence(0).output_token_ids)))
+    reader = asyncio.create_task(writer.stream.read_end())
+    await asyncio.sleep(0)
+    writer.step({0: 5, 1: 7})
+    writer.step({0: 6, 1: 8})
+    await asyncio.sleep(0)
+    assert told == [1]
+    assert not reader.done()
+    writer.finish(0, FinishReason.STOP)
+    assert [s.token_ids for s in (await reader).sequences] == [[5, 6], [7, 8]]
+
+
+async def test_a_watcher_that_left_is_not_told() -> None:
+    writer = Writer()
+    told: list[int] = []
+    writer.stream.watch(lambda: told.append(1))
+    writer.stream.unwatch()
+    writer.stream.unwatch()
+    writer.step({0: 5})
+    assert told == []
