@@ -9,7 +9,6 @@ mean, and hardly what files look like.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import queue
@@ -21,6 +20,7 @@ from control_plane.recording_files import RecordingCounts, ReplicaFiles, remove_
 from control_plane.replica import PROTOCOL_VERSION
 from protos.pagewire.v1 import recording_pb2, worker_pb2
 from protos.recording_file import DIRECTORY_PREFIX
+from protos.software_version import software_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -157,7 +157,7 @@ class Recorder:
         self.num_missing = 0
         self._config = config
         self._deployment = deployment
-        self._version = _software_version()
+        self._version = software_version()
         self._started_s = time.monotonic()
         self._started_at_ms = int(time.time() * 1000)
         self._replicas: dict[str, ReplicaRecording] = {}
@@ -333,10 +333,3 @@ def hello_of(facts: WorkerFacts) -> worker_pb2.Hello:
         device=facts.device,
         software_version=facts.software_version,
     )
-
-
-def _software_version() -> str:
-    try:
-        return importlib.metadata.version("pagewire")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

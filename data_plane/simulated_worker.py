@@ -6,7 +6,6 @@ names of several workers in one process. Does not know: flags, signals, the stre
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import re
@@ -19,6 +18,7 @@ from data_plane.simulated_runner import SimulatedRunner
 from data_plane.stream_protocol import StreamProtocol, WorkerIdentity
 from protos.model_fingerprint import base_fingerprint, read_json_object, served_fingerprint
 from protos.model_location import fetch_model
+from protos.software_version import software_version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -156,7 +156,7 @@ def _build(
         vocab_size=shape.vocab_size,
         backend="simulated",
         device=f"simulated {profile.name}",
-        software_version=_software_version(),
+        software_version=software_version(),
     )
     return SimulatedWorker(runner=runner, protocol=StreamProtocol(identity))
 
@@ -227,10 +227,3 @@ def _eos_token_ids(model_dir: Path) -> set[int]:
             values: list[Any] = value if isinstance(value, list) else [value]
             ids |= {i for i in values if isinstance(i, int)}
     return ids
-
-
-def _software_version() -> str:
-    try:
-        return importlib.metadata.version("pagewire")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

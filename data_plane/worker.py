@@ -6,7 +6,6 @@ warm-up step has run. Does not know: flags, signals, the stream.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import time
@@ -19,6 +18,7 @@ from data_plane.models.loader import load_model
 from data_plane.stream_protocol import StreamProtocol, WorkerIdentity
 from protos.model_fingerprint import base_fingerprint, served_fingerprint
 from protos.model_location import HubModel, fetch_model
+from protos.software_version import software_version
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +130,7 @@ def assemble_worker(config: WorkerConfig, model: LoadedModel, fingerprint: bytes
         vocab_size=model.config.vocab_size,
         backend=runner.backend.name,
         device=_describe(device),
-        software_version=_software_version(),
+        software_version=software_version(),
     )
     return Worker(runner=runner, protocol=StreamProtocol(identity))
 
@@ -155,10 +155,3 @@ def _describe(device: torch.device) -> str:
     import torch
 
     return f"{device} {torch.cuda.get_device_name(device)}"
-
-
-def _software_version() -> str:
-    try:
-        return importlib.metadata.version("pagewire")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
