@@ -75,7 +75,7 @@ class EngineOwner(Protocol):
         ...
 
     def lose(self, engine: Engine, error: ServingError | None, *, lost: bool) -> None:
-        """The engine's worker has to go; see `Cluster.lose`."""
+        """The engine's worker has to go; see `Fleet.lose`."""
         ...
 
     def doubts(self, engine: Engine) -> bool:

@@ -61,7 +61,6 @@ _REQUEST_FIELDS = frozenset(
     {"model", "request_id", "priority", "cache_salt", "adapter", "add_special_tokens"}
 )
 _CHAT_FIELDS = frozenset({"tools", "add_generation_prompt", "template_kwargs"})
-_CALL_FIELDS = frozenset({"timeout_s", "flush_interval_s"})
 
 
 def build_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.GenerateRequest:

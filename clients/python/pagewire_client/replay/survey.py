@@ -59,14 +59,12 @@ class Survey:
     """A run, read but not played.
 
     Attributes:
-        lives: In order; see `begins_life`.
-        num_plans: In all of them.
-        num_results: Likewise.
+        lives: In order; see `LifeTracker`.
+        num_plans: In all of them together.
     """
 
     lives: list[Life] = field(default_factory=list[Life])
     num_plans: int = 0
-    num_results: int = 0
 
 
 class LifeTracker:
@@ -115,7 +113,6 @@ def survey_run(run: Run) -> Survey:
             elif record.sent.HasField("reset"):
                 writes.lose_unconfirmed()
         elif event == "received" and record.received.HasField("step_result"):
-            survey.num_results += 1
             writes.confirm(record.received.step_result.version)
         elif event == "stream_ended":
             writes.lose_unconfirmed()

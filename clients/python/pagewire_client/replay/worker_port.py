@@ -36,7 +36,6 @@ _OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
 )
-_STOP_S = 10.0
 _LOG_LINES = 12
 
 
