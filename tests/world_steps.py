@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from control_plane.engine_core import EngineCore
 
-# Three full blocks of four tokens, and one token more.
+# Three full blocks of four tokens.
 PREFIX = list(range(10, 22))
 
 

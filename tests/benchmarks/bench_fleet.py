@@ -370,21 +370,23 @@ async def measure(options: argparse.Namespace) -> Row:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--steps-per-s", type=int, default=100)
+    parser.add_argument("--workers", type=int, default=16, help="of the goal's shape")
+    parser.add_argument("--rows", type=int, default=256, help="of each worker")
+    parser.add_argument("--steps-per-s", type=int, default=100, help="of each worker")
     parser.add_argument(
         "--control-plane-args", default="", help="such as --control-plane-args='--lookahead 4'"
     )
-    parser.add_argument("--worker-processes", type=int, default=2)
+    parser.add_argument(
+        "--worker-processes", type=int, default=2, help="that share the simulated workers"
+    )
     parser.add_argument("--core", type=int, default=0, help="the control plane's; -1: any")
     parser.add_argument("--seconds", type=float, default=8.0, help="of a decode window")
     parser.add_argument("--ramp-s", type=float, default=25.0, help="for all rows to start")
     parser.add_argument("--request-tokens", type=int, default=300_000, help="of a request cell")
-    parser.add_argument("--decode-only", action="store_true")
+    parser.add_argument("--decode-only", action="store_true", help="no request cells")
     parser.add_argument("--quick", action="store_true", help="two small cells, to try it")
     parser.add_argument("--profile", action="store_true", help="the ten hottest functions (py-spy)")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args(argv)
     options.core = None if options.core < 0 else options.core
     result = asyncio.run(measure(options))

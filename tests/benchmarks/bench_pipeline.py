@@ -238,16 +238,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--control-plane-args", default="", help="such as --control-plane-args='--lookahead 4'"
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="over all round trips")
     parser.add_argument("--seconds", type=float, default=5.0, help="of a window")
     parser.add_argument("--settle-s", type=float, default=1.0, help="before a window")
     parser.add_argument("--singles", type=int, default=15, help="requests for the idle first token")
-    parser.add_argument("--steps-ms", type=float, nargs="+", default=list(STEPS_MS))
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument(
+        "--steps-ms", type=float, nargs="+", default=list(STEPS_MS), help="time of a step"
+    )
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=list(ROWS), help="that decode at once"
+    )
     parser.add_argument(
         "--round-trips", type=float, nargs="+", default=list(ROUND_TRIPS_MS), help="in ms"
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args(argv)
     if options.round_trips[0] != min(options.round_trips):
         parser.error("the smallest of --round-trips comes first: ratios are to it")

@@ -54,9 +54,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     kinds = ("workers", "plans", "requests", "grpc")
-    parser.add_argument("--count", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=kinds, action="append")
+    parser.add_argument("--count", type=int, default=100_000, help="messages of each kind")
+    parser.add_argument("--seed", type=int, default=0, help="same seed, same damage")
+    parser.add_argument("--only", choices=kinds, action="append", help="repeatable")
     args = parser.parse_args()
     # Refusals by the ten thousand are what is asked for here.
     logging.disable(logging.CRITICAL)

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 from cluster_world import Client, Plane, Worker, World
+from world_steps import PREFIX, finish
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Three full blocks of four tokens.
-PREFIX = list(range(10, 22))
 WAIT_S = 1.5
 
 
@@ -23,16 +22,6 @@ def world() -> Iterator[World]:
     world = World(num_workers=2, num_blocks=40, return_wait_s=WAIT_S)
     yield world
     world.close()
-
-
-def finish(world: World, client: Client) -> None:
-    for _ in range(40):
-        if client.is_over:
-            break
-        for worker in world.workers:
-            world.round_trip(worker)
-    assert client.is_over
-    world.check()
 
 
 def is_placed(world: World, plane: Plane) -> bool:
