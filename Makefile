@@ -27,7 +27,7 @@ export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-kill demo-unplug test-fast test test-gpu chaos fuzz soak test-compose check proto \
-	proto-check proto-baseline fmt lint typecheck imports bench bench-kernels bench-worker bench-rtt \
+	proto-check proto-baseline fmt lint typecheck imports bench bench-kernels bench-worker bench-end-to-end bench-rtt \
 	bench-fleet bench-scale up down logs clean
 
 help: ## list the targets
@@ -136,6 +136,9 @@ bench-kernels: $(DEV_READY) ## GPU kernels against SDPA and the figures to reach
 
 bench-worker: $(DEV_READY) ## one GPU worker alone, on plans from memory
 	$(RUN) tests/benchmarks/bench_worker.py $(ARGS)
+
+bench-end-to-end: $(DEV_READY) ## both processes on one GPU, beside the worker alone
+	$(RUN) tests/benchmarks/bench_end_to_end.py $(ARGS)
 
 bench-rtt: $(DEV_READY) ## throughput and latencies over a link of 0 to 20 ms, simulated worker
 	$(RUN) tests/benchmarks/bench_pipeline.py $(ARGS)

@@ -67,7 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "vocab_size": 10240,
+        "vocab_size": 49152,
         "tie_word_embeddings": True,
         "max_position_embeddings": 40960,
         "eos_token_id": 1,
