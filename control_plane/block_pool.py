@@ -378,8 +378,7 @@ class BlockPool:
         """Whether both neighbours in the free queue know a block, and are of its kind."""
         has_name = self._hash[block_id] is not None
         head = self._cached if has_name else _UNCACHED
-        nxt, prev = self._next, self._prev
-        for there, back in ((nxt, prev), (prev, nxt)):
+        for there, back in ((self._next, self._prev), (self._prev, self._next)):
             neighbour = there[block_id]
             if neighbour != head and (
                 neighbour in (_UNCACHED, self._cached)
