@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     Entries = Mapping[BlockId, tuple[BlockHash, Version]]
 
 _GENERATION = np.dtype("<i8")
-# Entries that are looked at without a pause: a few milliseconds.
-_PIECE = 1024
+# Blocks or entries that are looked at without a pause: a few milliseconds.
+PIECE = 1024
 # Of a block on which the ranks disagree: the generation of no entry.
 _DISAGREED = -1
 
@@ -217,7 +217,7 @@ class IndexRecovery:
         pool, generations = self._pool, self._generations
         items = iter(stored.items())
         valid: list[NDArray[np.int64]] = []
-        while piece := list(islice(items, _PIECE)):
+        while piece := list(islice(items, PIECE)):
             found = np.array([(block_id, name[1]) for block_id, name in piece], dtype=np.int64)
             found = found[(found[:, 0] > 0) & (found[:, 0] < generations.size)]
             valid.append(found[generations[found[:, 0]] == found[:, 1]])
@@ -225,10 +225,10 @@ class IndexRecovery:
         block_ids, since = np.concatenate(valid).T
         # The oldest are evicted first; of one plan's, the tail: ids of a prompt mostly ascend.
         order = block_ids[np.lexsort((-block_ids, since))]
-        for first in range(0, order.size, _PIECE):
-            piece_ids: list[BlockId] = order[first : first + _PIECE].tolist()
+        for first in range(0, order.size, PIECE):
+            piece_ids: list[BlockId] = order[first : first + PIECE].tolist()
             for block_id in piece_ids:
                 self.num_adopted += pool.adopt(block_id, *stored[block_id])
-            yield _PIECE
+            yield PIECE
         self.num_refused += len(stored) - self.num_adopted
         self._generations = self._generations[:0]

@@ -12,7 +12,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from control_plane.errors import InvariantError
-from control_plane.index_recovery import IndexRecovery
+from control_plane.index_recovery import PIECE, IndexRecovery
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     Entries = Mapping[BlockId, tuple[BlockHash, Version]]
 
 logger = logging.getLogger(__name__)
-
-# Blocks or entries that are looked at without a pause.
-_PIECE = 1024
 
 
 class IndexUpkeep:
@@ -108,7 +105,7 @@ class IndexUpkeep:
         recovery = self._recovery
         if recovery is None:
             return
-        recovery.work(_PIECE)
+        recovery.work(PIECE)
         if not recovery.is_settled:
             return
         self._recovery = None
@@ -145,11 +142,11 @@ class IndexUpkeep:
             if now - self._last_audit < self._config.audit_interval_s:
                 return
             self._last_audit = now
-            if self._pool.num_blocks <= _PIECE:
+            if self._pool.num_blocks <= PIECE:
                 scheduler.audit()
                 return
             self._audited_to = 1
         first, num_blocks = self._audited_to, self._pool.num_blocks
-        end = min(first + _PIECE, num_blocks)
+        end = min(first + PIECE, num_blocks)
         self._pool.audit_free(range(first, end))
         self._audited_to = end if end < num_blocks else None

@@ -1,6 +1,7 @@
 """A picture of a run: how latencies are distributed, and tokens per second over its time.
 
 Needs matplotlib, which nothing else here does: `pip install 'pagewire[bench]'`.
+Owns: what is drawn. Does not know: how it was measured.
 """
 
 from __future__ import annotations
