@@ -54,7 +54,8 @@ _END_TIMEOUT_S = 1.0
 class _Stream:
     """The control plane's end of one worker's stream: a queue towards it, and its end.
 
-    The queue needs no bound: the window bounds the plans in it, Resets only answer messages.
+    The queue needs no bound: the window bounds the plans in it, Resets only answer messages, and a
+    heartbeat is only put into an empty one.
     """
 
     def __init__(self, stream_id: str) -> None:
@@ -65,6 +66,9 @@ class _Stream:
 
     def send(self, message: worker_pb2.ControlMessage) -> None:
         """Queue a message; ignored once ended."""
+        if self._queue and message.HasField("heartbeat"):
+            # A worker that does not read, and is given nothing to do, would collect them for ever.
+            return
         if not self.ended.done():
             self._queue.append(message)
             self._has_news.set()
@@ -73,14 +77,16 @@ class _Stream:
         """End the stream; the first call decides how."""
         if not self.ended.done():
             self.ended.set_result(error)
+            self._has_news.set()
 
     async def messages(self) -> AsyncIterator[worker_pb2.ControlMessage]:
-        """What was queued, in order, without end."""
-        while True:
-            while self._queue:
+        """What was queued, in order, until the end."""
+        while not self.ended.done():
+            if self._queue:
                 yield self._queue.popleft()
-            self._has_news.clear()
-            await self._has_news.wait()
+            else:
+                self._has_news.clear()
+                await self._has_news.wait()
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
@@ -133,11 +139,15 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             error = ProtocolError("INTERNAL", to_status(unplanned).message, code=Code.INTERNAL)
         finally:
             # First of all nothing more is read, however the handler came here.
-            for task in tasks:
+            stream.end(None)
+            for task in tasks[1:]:
                 task.cancel()
             if engine is not None:
                 self._fleet.stream_closed(engine, stream)
         if tasks:
+            # gRPC goes on with a write that is cancelled, and takes no status beside it.
+            await asyncio.wait(tasks, timeout=_END_TIMEOUT_S)
+            tasks[0].cancel()
             await asyncio.wait(tasks)
         await self._end(context, error)
 
