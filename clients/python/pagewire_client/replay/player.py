@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from google.protobuf import duration_pb2
+from google.rpc import code_pb2
 
 from pagewire_client.replay.comparison import (
     Difference,
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from pagewire_client.replay.worker_port import Link, WorkerPort
     from protos.pagewire.v1 import recording_pb2
 
-_FAILED_PRECONDITION = 9
-_UNAVAILABLE = 14
 _MAX_LOOKAHEAD = 1 << 16
 
 
@@ -53,6 +52,7 @@ class Summary:
         num_streams: Times that the recorded worker attached, or was attached at a beginning.
         num_restored_blocks: Cached blocks from before the recording that were computed again.
         num_restored_rows: Sequences likewise.
+        seconds: That all of it took.
         notes: What else people should know.
     """
 
@@ -214,7 +214,7 @@ class Player:
                 "what was replayed so far; start the replay again"
             )
         if problem is not None:
-            link.end(status("CANNOT_REPLAY", problem, code=_FAILED_PRECONDITION))
+            link.end(status("CANNOT_REPLAY", problem, code=code_pb2.FAILED_PRECONDITION))
             raise WorkerGoneError(problem)
         self._epoch = link.hello.epoch
 
@@ -222,7 +222,7 @@ class Player:
         """End the worker's stream, as the recorded one ended; it dials again by itself."""
         if self._link is not None:
             text = "The recorded stream ended here."
-            self._link.end(status("RECORDED_END", text, code=_UNAVAILABLE))
+            self._link.end(status("RECORDED_END", text, code=code_pb2.UNAVAILABLE))
             self._link = None
 
     async def _send_reset(self, version: int) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 import grpc
 import grpc.aio
 from google.protobuf import any_pb2
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from protos.pagewire.v1 import worker_pb2, worker_pb2_grpc
@@ -147,11 +147,13 @@ class WorkerPort(worker_pb2_grpc.WorkerServiceServicer):
         """One stream from Hello to end."""
         message = await anext(aiter(request_iterator), None)
         if message is None or not message.HasField("hello"):
-            await _abort(context, "HELLO_EXPECTED", "The first message must be a Hello.")
+            text = "The first message must be a Hello."
+            await _abort(context, "HELLO_EXPECTED", text, code=code_pb2.INVALID_ARGUMENT)
             return
         if self._current is not None:
-            # UNAVAILABLE: it tries again, and may be the one to take over.
-            await _abort(context, "BUSY", "Another worker is attached to this replay.")
+            # It tries again, and may be the one to take over.
+            text = "Another worker is attached to this replay."
+            await _abort(context, "BUSY", text, code=code_pb2.UNAVAILABLE)
             return
         link = self._current = Link(message.hello)
         self._links.put_nowait(link)
@@ -199,7 +201,8 @@ class WorkerPort(worker_pb2_grpc.WorkerServiceServicer):
         traceback: TracebackType | None,
     ) -> None:
         if self._current is not None:
-            self._current.end(status("SHUTTING_DOWN", "The replay is over.", code=14))
+            over = status("SHUTTING_DOWN", "The replay is over.", code=code_pb2.UNAVAILABLE)
+            self._current.end(over)
         await self._server.stop(1.0)
 
 
@@ -260,8 +263,7 @@ def status(reason: str, message: str, *, code: int) -> status_pb2.Status:
     return status_pb2.Status(code=code, message=message, details=[info])
 
 
-async def _abort(context: Context, reason: str, message: str) -> None:
-    code = 3 if reason == "HELLO_EXPECTED" else 14
+async def _abort(context: Context, reason: str, message: str, *, code: int) -> None:
     await context.abort_with_status(rpc_status.to_status(status(reason, message, code=code)))
 
 
