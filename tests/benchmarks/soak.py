@@ -10,7 +10,8 @@ streams break, whose steps fail, that are killed, drained and come back as new p
 comes back is compared with what an undisturbed worker gives.
 
 The verdict is the slope of the resident memory after the warm-up, as a share of what the process
-has: a leak of 100 bytes per request would be seen. Exit code 1 if it is not flat.
+has: a leak of 100 bytes per request would be seen. Exit code 1 if it is not flat. What is known to
+grow is in gRPC: docs/performance.md.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ from valkey_process import ValkeyProcess  # noqa: E402
 NUM_SAMPLES = 10
 # Pools, caches and connections fill until then.
 WARM_UP_SHARE = 0.3
-# Growth from the end of the warm-up to the end, by the fitted line, that still counts as flat.
-MAX_GROWTH = 0.02
+# Growth from the end of the warm-up to the end, by the fitted line, that still counts as flat. Half
+# of it is what gRPC does not give back of every cancelled call (grpc/grpc#43360): about 200 bytes.
+MAX_GROWTH = 0.03
 
 
 @dataclass(slots=True)
