@@ -22,6 +22,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -177,7 +178,8 @@ async def through_both(name: str, options: argparse.Namespace, root: Path) -> li
         random_ports=True,
         control_plane_args=tuple(shlex.split(options.control_plane_args)),
         worker_args=(
-            *("--load-format", "dummy"),
+            # A simulated worker, for trying this without a GPU, has no weights at all.
+            *(() if "--simulate" in options.worker_args else ("--load-format", "dummy")),
             *("--max-model-len", str(w.MAX_MODEL_LEN if is_gpu else 2304)),
             *shlex.split(options.worker_args),
         ),
@@ -187,6 +189,10 @@ async def through_both(name: str, options: argparse.Namespace, root: Path) -> li
         loads += BURSTS.values()
     rows: list[Row] = []
     started_s = time.monotonic()
+    task = asyncio.current_task()
+    assert task is not None
+    # The processes lead sessions of their own: who ends this one ends them as well.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with ServingStack(config) as stack:
         stack.start_control_plane()
         stack.start_worker("worker")
