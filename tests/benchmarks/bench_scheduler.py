@@ -58,20 +58,20 @@ class Measurement:
 class Bench:
     """A scheduler whose worker answers every step with token 1."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, *, max_model_len: int = MAX_MODEL_LEN) -> None:
         hasher = BlockHasher(
             deployment_seed=b"bench", model_fingerprint=bytes(32), block_size=BLOCK_SIZE
         )
         manager = KVCacheManager(
             KVCacheConfig(
-                block_size=BLOCK_SIZE, num_blocks=rows * MAX_MODEL_LEN // BLOCK_SIZE // 2 + 2
+                block_size=BLOCK_SIZE, num_blocks=rows * max_model_len // BLOCK_SIZE // 2 + 2
             ),
             hasher,
             max_num_seqs=rows,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
         )
         config = SchedulerConfig(
-            max_num_seqs=rows, max_num_batched_tokens=8192, max_model_len=MAX_MODEL_LEN
+            max_num_seqs=rows, max_num_batched_tokens=8192, max_model_len=max_model_len
         )
         self.scheduler = Scheduler(config, manager)
         self.in_flight: deque[ScheduledStep] = deque()
@@ -99,17 +99,20 @@ class Bench:
         self.update_ms.append((time.perf_counter() - started) * 1e3)
 
 
-def new_requests(count: int, *, stagger: bool) -> list[Request]:
+def new_requests(
+    count: int, *, stagger: bool, prompt_tokens: int = PROMPT_TOKENS, salt: str = ""
+) -> list[Request]:
     rng = np.random.default_rng(0)
     return [
         Request(
             req_id=f"r{i}",
             prompt_token_ids=rng.integers(
-                0, 150_000, PROMPT_TOKENS + (i % BLOCK_SIZE if stagger else 0), dtype=np.int32
+                0, 150_000, prompt_tokens + (i % BLOCK_SIZE if stagger else 0), dtype=np.int32
             ),
             sampling=SamplingParams(),
+            cache_salt=salt,
             seed=i,
-            max_total_tokens=MAX_MODEL_LEN // 2,
+            max_total_tokens=prompt_tokens + 32 if salt else MAX_MODEL_LEN // 2,
             arrival=i,
         )
         for i in range(count)
@@ -127,6 +130,28 @@ def measure_admission(rows: int) -> float:
         bench.order()
         bench.answer()
     return (time.perf_counter() - started) * 1e3 / rows
+
+
+def measure_lengths(prompt_tokens: int, count: int = 8) -> tuple[float, float]:
+    """Per request of that length, alone in its step: not cached, and cached but for its last block.
+
+    From `add` to the plan that orders it; medians.
+    """
+    bench = Bench(2 * count, max_model_len=2 * prompt_tokens)
+    medians: list[float] = []
+    for _ in range(2):
+        times_ms: list[float] = []
+        for request in new_requests(count, stagger=False, prompt_tokens=prompt_tokens, salt="s"):
+            started = time.perf_counter()
+            bench.scheduler.add(request)
+            bench.order()
+            times_ms.append((time.perf_counter() - started) * 1e3)
+            bench.answer()
+            bench.scheduler.abort(request)
+            num_cached = prompt_tokens - BLOCK_SIZE if medians else 0
+            assert request.sequences[0].num_cached_tokens == num_cached
+        medians.append(statistics.median(times_ms))
+    return medians[0], medians[1]
 
 
 def decoding(rows: int) -> Bench:
@@ -190,6 +215,10 @@ def main(argv: list[str] | None = None) -> None:
             f"{one.step_mean_ms:7.3f} {peer:7.2f} {peer / one.step_ms:9.1f}x "
             f"{one.admission_ms:10.3f} {PEER_ADMISSION_MS / one.admission_ms:9.1f}x"
         )
+    print("admission of one prompt, ms: tokens  not cached  cached")
+    for prompt_tokens in (512, 8192):
+        fresh_ms, cached_ms = measure_lengths(prompt_tokens)
+        print(f"{prompt_tokens:>29} {fresh_ms:11.3f} {cached_ms:7.3f}")
     if options.json:
         figures = [asdict(one) for one in results]
         options.json.write_text(json.dumps({"cpu": cpu, "results": figures}, indent=2) + "\n")
