@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 # What a response costs this process, gRPC included, as measured (docs/performance.md).
-_RESPONSE_COST_S = 100e-6
+_RESPONSE_COST_S = 80e-6
 # Of one core, for all responses together: what steps need comes first.
 _SHARE = 0.5
 # Below, a step of any model takes longer, and a timer would cost for nothing.
