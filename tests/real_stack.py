@@ -89,6 +89,7 @@ async def running_stack(model: SharedModel, setting: Setting) -> AsyncGenerator[
     """Start it, wait until every worker takes work, and check the pools at the end."""
     cluster = ClusterConfig(
         lookahead=setting.lookahead,
+        max_lookahead=setting.lookahead,
         max_num_batched_tokens=setting.max_num_batched_tokens,
         max_num_seqs=setting.max_num_seqs,
         prefix_caching=setting.prefix_caching,
