@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from chaos.chaos_model import MODEL_NAME
+from chaos.forked_processes import ForkingGroup, Zygote
 from chaos.process_logs import LogSummary
 from pagewire_client import AsyncClient, PagewireError
 from valkey_process import ValkeyProcess
 
 from demo.link import Link
+from demo.processes import child_environment
 from demo.stack import ServingStack, StackConfig
 
 if TYPE_CHECKING:
@@ -108,6 +110,19 @@ class ChaosSystem:
         self.stack = ServingStack(
             _stack_config(config, store="redis://127.0.0.1:1/0"), registry=registry
         )
+        environment = child_environment(ROOT, os.environ)
+        zygotes = {
+            module: Zygote(module, config.model_dir, cwd=ROOT, env=environment)
+            for module in ("control_plane", "data_plane")
+        }
+        self._processes = self.stack.processes = ForkingGroup(
+            zygotes,
+            log_dir=config.base_dir / "logs",
+            cwd=ROOT,
+            env=environment,
+            registry=registry,
+            grace_s=self.stack.config.grace_s,
+        )
         self.client_links = {name: Link(self.stack.ports.public) for name in CLIENT_LINKS}
         self.slots = {
             name: WorkerSlot(name, Link(self.stack.ports.worker), name)
@@ -153,6 +168,8 @@ class ChaosSystem:
         self.thaw_all()
         await self._exit.aclose()
         await self.stack.aclose()
+        for zygote in self._processes.zygotes.values():
+            zygote.close()
         await self.store.kill()
 
     async def _start(self) -> None:
@@ -175,9 +192,16 @@ class ChaosSystem:
         self._exit.push_async_callback(stop_watching)
         await self.stack.processes.guard(self.wait_until_whole())
 
-    def start_control_plane(self) -> None:
+    def start_control_plane(self, *, forks: bool = True) -> None:
+        """Start it in the midst of a run.
+
+        Args:
+            forks: From a zygote; otherwise with all that a start costs.
+        """
         self.stats = None
+        self._processes.forks = forks
         self.control_plane = self.stack.start_control_plane()
+        self._processes.forks = True
 
     def start_worker(self, slot: WorkerSlot, *, new_id: bool = False) -> None:
         """Start a process in an empty slot.

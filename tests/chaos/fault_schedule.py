@@ -55,8 +55,8 @@ LANES = {
 }
 _GAP_FACTORS = {
     FaultLane.CONTROL: 2.0,
-    FaultLane.WORKERS: 1.0,
-    FaultLane.STORE: 4.0,
+    FaultLane.WORKERS: 2.0,
+    FaultLane.STORE: 3.0,
     FaultLane.LINKS: 3.0,
 }
 # Kinds that keep their target away for as long as they last, and may thus outlast a lease.

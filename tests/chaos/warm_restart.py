@@ -56,7 +56,7 @@ async def measure_warm_restart(system: ChaosSystem) -> WarmRestart:
     await process.wait()
     await system.forget(process)
     started_at = time.monotonic()
-    system.start_control_plane()
+    system.start_control_plane(forks=False)
     process = system.control_plane
     assert process is not None
     async with asyncio.timeout(_LIMIT_S):
