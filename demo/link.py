@@ -194,7 +194,8 @@ class Link:
     ) -> None:
         if self._server is not None:
             self._server.close()
-            await self.cut()
+            # A connection that was on its way in may still be handed over.
+            await self.cut(refuse_new=True)
             self._server = None
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -203,7 +204,13 @@ class Link:
             return
         task = asyncio.create_task(self._carry(reader, writer))
         self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._connections.discard(task)
+            # A task that is cancelled before it has begun closes nothing.
+            writer.transport.abort()
+
+        task.add_done_callback(ended)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers = [writer]

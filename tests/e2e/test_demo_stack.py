@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -212,6 +214,26 @@ async def test_link_carries_every_byte_in_order(echo_port):
         assert await reader.read() == b""
         writer.close()
         await writer.wait_closed()
+
+
+async def test_a_connection_that_is_cut_before_it_began_is_closed_too(echo_port):
+    async with Link(echo_port) as link:
+        for _ in range(8):
+            # Blocks, so that the link hears of it only now that it is being cut.
+            with socket.create_connection(("127.0.0.1", link.port), timeout=30) as client:
+                client.setblocking(False)
+                end = asyncio.create_task(end_of(client))
+                while not end.done():
+                    await link.cut()
+                    await asyncio.sleep(0)
+                await end
+
+
+async def end_of(client: socket.socket) -> None:
+    """Wait until the other side has closed."""
+    async with asyncio.timeout(30):
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.get_running_loop().sock_recv(client, 1) == b""
 
 
 async def test_link_delays_bytes_without_holding_up_those_behind(echo_port):
