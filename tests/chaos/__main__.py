@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from chaos.chaos_report import render
 from chaos.chaos_run import ChaosConfig, ChaosReport, run_chaos
 
 from demo.leftovers import AlreadyRunningError, RunDirectory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _BASE_DIR = Path(__file__).resolve().parents[2] / ".pagewire" / "chaos"
 
@@ -52,12 +57,26 @@ def main() -> int:
     try:
         with RunDirectory(args.dir / "run", command="make chaos") as registry:
             registry.end_leftovers(log)
-            report: ChaosReport = asyncio.run(run_chaos(config, log, registry))
+            report = asyncio.run(_run(config, log, registry))
+    except asyncio.CancelledError:
+        print("interrupted", file=sys.stderr)
+        return 130
     except AlreadyRunningError as error:
         print(error, file=sys.stderr)
         return 2
     print(f"\n{render(report)}", flush=True)
     return 1 if report.findings.any else 0
+
+
+async def _run(
+    config: ChaosConfig, log: Callable[[str], None], registry: RunDirectory
+) -> ChaosReport:
+    """Run it so that a signal ends it in good order, children first."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    return await run_chaos(config, log, registry)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 # Far more than a restart takes even on a machine with much else to do.
 _WHOLE_LIMIT_S = 120.0
+_ACTIVE_LIMIT_S = 3.0
 _PATIENCE_S = 45.0
 _POLL_S = 0.02
 _MIN_TOKENS_SERVED = 400
@@ -138,17 +139,18 @@ class FaultInjector:
     async def _wait_for_target(self, fault: Fault) -> None:
         """Until the target is whole, and the fault costs nobody the last try or all patience."""
         await self._until(lambda: self._is_whole(fault), fault, _WHOLE_LIMIT_S)
-        costs_a_worker = self._costs_a_worker(fault)
-        if not costs_a_worker and fault.lane is not FaultLane.CONTROL:
-            return
-        load = self._load
-        # A request that waits behind many others is given up on in the end, faults or not.
+        load, costs_a_worker = self._load, self._costs_a_worker(fault)
+        # What is waited for here would only make the fault worth more; it comes all the same.
         with contextlib.suppress(TimeoutError):
-            await self._until(
-                lambda: load.is_served() and (load.may_lose_a_worker() or not costs_a_worker),
-                fault,
-                _PATIENCE_S,
-            )
+            await self._until(lambda: load.num_active > 0, fault, _ACTIVE_LIMIT_S)
+        if costs_a_worker or fault.lane is FaultLane.CONTROL:
+            # A request that waits behind many others is given up on in the end, faults or not.
+            with contextlib.suppress(TimeoutError):
+                await self._until(
+                    lambda: load.is_served() and (load.may_lose_a_worker() or not costs_a_worker),
+                    fault,
+                    _PATIENCE_S,
+                )
 
     async def _until(self, condition: Callable[[], bool], fault: Fault, limit_s: float) -> None:
         try:

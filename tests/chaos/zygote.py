@@ -48,20 +48,20 @@ def _preload(module: str, model_dir: Path) -> None:
 
 
 def _become(module: str, argv: list[str], log: str) -> NoReturn:
-    """Be `python -m MODULE`, in the forked child."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.set_wakeup_fd(-1)
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for target, source in ((0, nothing), (1, out), (2, out)):
-        os.dup2(source, target)
-    sys.argv = argv
-    # Run again, as the program that it is.
-    del sys.modules[f"{module}.__main__"]
+    """Be `python -m MODULE`, in the forked child. Whatever happens, it ends here."""
     code: int = 1
     try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for target, source in ((0, nothing), (1, out), (2, out)):
+            os.dup2(source, target)
+        sys.argv = argv
+        # Run again, as the program that it is.
+        del sys.modules[f"{module}.__main__"]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
