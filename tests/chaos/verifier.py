@@ -4,10 +4,10 @@ Owns: the undisturbed system's answers, the comparison, the judgement of ties. D
 faults, how streams were read.
 
 The undisturbed system gets the same request with the seed that the first response named. Sums of
-fp32 depend on the shape of a batch, so that once in some hundred thousand draws two tokens are so
-close that rounding decides. Such a tie is recognised by transformers in fp64: it has to draw either
-token when its logits are moved by no more than rounding could. From there on the stream is compared
-with what the undisturbed system makes of the stream's own token.
+fp32 depend on the shape of a batch, so that rounding can decide between two tokens that are nearly
+as good. Such a tie is recognised by transformers in fp64: it has to draw either token when its
+logits are moved by no more than rounding could. From there on the stream is compared with what the
+undisturbed system makes of the stream's own token.
 """
 
 from __future__ import annotations
