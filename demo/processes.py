@@ -12,13 +12,12 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable, Mapping, Sequence
+    from collections.abc import Coroutine, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
     from typing import Any
@@ -267,39 +266,6 @@ class ProcessGroup:
         traceback: TracebackType | None,
     ) -> None:
         await self.aclose()
-
-
-def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a server could listen there now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        # Connections of an earlier server that still wind down do not count.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-            listener.listen()
-        except OSError:
-            return False
-    return True
-
-
-def next_free_port(first: int, *, taken: Iterable[int] = (), host: str = "127.0.0.1") -> int:
-    """Give the first free port from `first` on.
-
-    Raises:
-        RuntimeError: none of 200 is free.
-    """
-    excluded = set(taken)
-    for port in range(first, min(first + 200, 65536)):
-        if port not in excluded and is_port_free(port, host):
-            return port
-    raise RuntimeError(f"no free port on {host} in {first}-{first + 199}")
-
-
-def any_free_port(host: str = "127.0.0.1") -> int:
-    """Give a port that the system considers free."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind((host, 0))
-        return int(listener.getsockname()[1])
 
 
 def child_environment(root: Path, base: Mapping[str, str]) -> dict[str, str]:

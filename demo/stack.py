@@ -17,13 +17,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagewire_client import AsyncClient
 
 from demo import valkey
+from demo.ports import PortClaims
 from demo.processes import (
     ManagedProcess,
     ProcessGroup,
     Registry,
-    any_free_port,
     child_environment,
-    next_free_port,
 )
 
 if TYPE_CHECKING:
@@ -92,7 +91,8 @@ class ServingStack:
             registry=registry,
             grace_s=config.grace_s,
         )
-        self.ports = _choose_ports(random=config.random_ports)
+        self._claims = PortClaims()
+        self.ports = _choose_ports(self._claims, random=config.random_ports)
         self.control_plane: ManagedProcess | None = None
         self.workers: dict[str, ManagedProcess] = {}
 
@@ -124,7 +124,7 @@ class ServingStack:
         if self.config.store != "valkey":
             return
         if self.ports.store is None:
-            self.ports.store = any_free_port()
+            self.ports.store = self._claims.any_free()
         command = valkey.server_command(
             port=self.ports.store, data_dir=self.config.base_dir / "valkey"
         )
@@ -199,7 +199,10 @@ class ServingStack:
             ) from error
 
     async def aclose(self) -> None:
-        await self.processes.aclose()
+        try:
+            await self.processes.aclose()
+        finally:
+            self._claims.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -259,13 +262,12 @@ class _Readiness:
                 self._on_change(what)
 
 
-def _choose_ports(*, random: bool) -> Ports:
+def _choose_ports(claims: PortClaims, *, random: bool) -> Ports:
     if random:
-        public, worker, metrics = any_free_port(), any_free_port(), any_free_port()
-        return Ports(public, worker, metrics)
-    public = next_free_port(PUBLIC_PORT)
-    worker = next_free_port(max(WORKER_PORT, public + 1), taken=[public])
-    return Ports(public, worker, next_free_port(METRICS_PORT))
+        return Ports(claims.any_free(), claims.any_free(), claims.any_free())
+    public = claims.next_free(PUBLIC_PORT)
+    worker = claims.next_free(max(WORKER_PORT, public + 1))
+    return Ports(public, worker, claims.next_free(METRICS_PORT))
 
 
 def choose_device(wanted: str) -> str:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import redis.asyncio
 
 from demo import valkey
-from demo.processes import ManagedProcess, any_free_port
+from demo.ports import any_free_port
+from demo.processes import ManagedProcess
 
 if TYPE_CHECKING:
     from pathlib import Path

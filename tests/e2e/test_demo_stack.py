@@ -10,23 +10,23 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import grpc.aio
 import pytest
 import redis.asyncio
 from conditions import until
 
 from demo.leftovers import AlreadyRunningError, RunDirectory, end_process, start_time_of
 from demo.link import Link, LinkConfig
+from demo.ports import PortClaims, is_port_free
 from demo.processes import (
     ManagedProcess,
     ProcessDiedError,
     ProcessGroup,
-    is_port_free,
-    next_free_port,
 )
 from demo.stack import ServingStack, StackConfig
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -178,12 +178,53 @@ def test_damaged_state_file_ends_nobody(tmp_path, content):
         assert run.end_leftovers(print) == 0
 
 
-async def test_next_free_port_skips_taken_ones():
+@pytest.fixture
+def claims() -> Iterator[PortClaims]:
+    claims = PortClaims()
+    yield claims
+    claims.close()
+
+
+async def test_a_port_that_something_listens_on_is_not_claimed(claims):
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
         assert not is_port_free(port)
-        assert next_free_port(port) > port
+        assert claims.next_free(port) > port
+
+
+async def test_a_claimed_port_is_for_its_server_alone(claims):
+    port = claims.any_free()
+    other = PortClaims()
+    assert other.next_free(port) > port
+    with socket.socket() as connection, pytest.raises(OSError):
+        connection.bind(("127.0.0.1", port))
+    for _ in range(2):  # a control plane that is started again
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        assert server.add_insecure_port(f"127.0.0.1:{port}") == port
+        await server.start()
+        assert not is_port_free(port)
+        await server.stop(0)
+    claims.close()
+    other.close()
+    assert other.next_free(port) == port
+    other.close()
+
+
+def test_two_stacks_of_one_moment_choose_different_ports(tmp_path):
+    config = StackConfig(
+        root=ROOT,
+        base_dir=tmp_path,
+        model_dir=tmp_path,
+        model_name="m",
+        python=sys.executable,
+        environment={},
+    )
+    stacks = [ServingStack(config) for _ in range(2)]
+    ports = [p for s in stacks for p in (s.ports.public, s.ports.worker, s.ports.metrics)]
+    for stack in stacks:
+        asyncio.run(stack.aclose())
+    assert len(set(ports)) == 6
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ import pytest
 import pytest_asyncio
 from pagewire_client import AsyncClient
 
-from demo.processes import ManagedProcess, ProcessGroup, any_free_port, child_environment
+from demo.ports import any_free_port
+from demo.processes import ManagedProcess, ProcessGroup, child_environment
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

@@ -23,7 +23,7 @@ from pagewire_client import (
     build_request,
 )
 
-from demo.processes import any_free_port
+from demo.ports import any_free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

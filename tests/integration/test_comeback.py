@@ -30,7 +30,7 @@ from valkey_process import ValkeyProcess
 from control_plane.errors import OverloadedError
 from control_plane.prefix_store import PrefixScope, open_prefix_store
 from demo.link import Link
-from demo.processes import any_free_port
+from demo.ports import any_free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

@@ -31,7 +31,7 @@ from valkey_process import ValkeyProcess
 
 from control_plane.prefix_store import EntryCodec, PrefixScope, StoreTiming, open_prefix_store
 from demo.link import Link, LinkConfig
-from demo.processes import any_free_port
+from demo.ports import any_free_port
 from protos.pagewire.v1 import worker_pb2
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from control_plane.request import Request, SamplingParams
 from control_plane.scheduler import Scheduler
 from control_plane.scheduler_config import SchedulerConfig
 from demo import valkey
-from demo.processes import any_free_port
+from demo.ports import any_free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
