@@ -165,25 +165,27 @@ class InferenceService:
         return message
 
     async def _generate(self, message: inference_pb2.GenerateRequest, context: Any) -> None:
-        async with self._generations.admit(
-            message, timeout_s=context.time_remaining(), principal=self._principal(context)
-        ) as generation:
-            writer = StreamWriter(context, limit_s=self._limits.write_timeout_s)
-            async with writer, aclosing(generation.updates()) as all_updates:
-                # At once, before any token: a client can resume from here on.
-                await writer.write(
-                    inference_pb2.GenerateResponse(
-                        request_id=generation.request_id, seed=generation.seed
-                    )
+        async with (
+            self._generations.admit(
+                message, timeout_s=context.time_remaining(), principal=self._principal(context)
+            ) as generation,
+            self._writer(context) as writer,
+            aclosing(generation.updates()) as all_updates,
+        ):
+            # At once, before any token: a client can resume from here on.
+            await writer.write(
+                inference_pb2.GenerateResponse(
+                    request_id=generation.request_id, seed=generation.seed
                 )
-                is_complete = False
-                async for updates in all_updates:
-                    response = inference_pb2.GenerateResponse(outputs=to_outputs(updates))
-                    if is_complete := generation.is_finished:
-                        response.usage.CopyFrom(generation.usage())
-                    await writer.write(response)
-                if not is_complete:  # every end was known to the client
-                    await writer.write(inference_pb2.GenerateResponse(usage=generation.usage()))
+            )
+            is_complete = False
+            async for updates in all_updates:
+                response = inference_pb2.GenerateResponse(outputs=to_outputs(updates))
+                if is_complete := generation.is_finished:
+                    response.usage.CopyFrom(generation.usage())
+                await writer.write(response)
+            if not is_complete:  # every end was known to the client
+                await writer.write(inference_pb2.GenerateResponse(usage=generation.usage()))
 
     def _principal(self, context: Any) -> str:
         if self._tokens is None:
@@ -192,8 +194,13 @@ class InferenceService:
         return self._tokens.check(context.invocation_metadata() or ())
 
     async def _write(self, context: Any, response: Message) -> None:
-        async with StreamWriter(context, limit_s=self._limits.write_timeout_s) as writer:
+        async with self._writer(context) as writer:
             await writer.write(response)
+
+    def _writer(self, context: Any) -> StreamWriter:
+        return StreamWriter(
+            context, limit_s=self._limits.write_timeout_s, clock=self._cluster.clock
+        )
 
     async def _generate_batch(self, context: Any) -> None:
         call = BatchCall(

@@ -12,6 +12,8 @@ from control_plane.call_errors import write
 from control_plane.errors import SlowClientError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from google.protobuf.message import Message
 
 
@@ -22,15 +24,17 @@ class StreamWriter:
     ago: a timer per response would cost a tenth of everything that a response costs.
     """
 
-    def __init__(self, context: Any, *, limit_s: float) -> None:
+    def __init__(self, context: Any, *, limit_s: float, clock: Callable[[], float]) -> None:
         """Watch over nothing yet.
 
         Args:
             context: The `grpc.aio.ServicerContext` of the call.
             limit_s: How long a response may wait for the client, at least; at most twice that.
+            clock: Seconds that this process has run: a stall of ours is no slowness of the client.
         """
         self._context = context
         self._limit_s = limit_s
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -52,7 +56,7 @@ class StreamWriter:
         Raises:
             SlowClientError: The client left it unread for too long.
         """
-        self._began_at = self._loop.time()
+        self._began_at = self._clock()
         try:
             await write(self._context, response)
         except asyncio.CancelledError:
@@ -64,13 +68,14 @@ class StreamWriter:
             self._began_at = None
 
     def _look(self) -> None:
-        now = self._loop.time()
+        now = self._clock()
         since = now if self._began_at is None else self._began_at
-        if now - since >= self._limit_s and self._task is not None:
+        left_s = since + self._limit_s - now
+        if left_s <= 0 and self._task is not None:
             self._is_late = True
             self._task.cancel()
         else:
-            self._timer = self._loop.call_at(since + self._limit_s, self._look)
+            self._timer = self._loop.call_later(left_s, self._look)
 
 
 def slow_client(limit_s: float) -> SlowClientError:

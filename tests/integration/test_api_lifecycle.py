@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -139,6 +140,24 @@ async def test_a_client_that_does_not_read_loses_its_own_stream_only(
             assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert "0.3 seconds" in str(error.value.details())
     assert api.control_plane.metrics.failures["SLOW_CLIENT"] == 1
+
+
+async def test_a_stall_of_the_server_is_not_held_against_a_client(
+    model: CatalogModel, model_dir: Path
+) -> None:
+    limits = ServiceLimits(write_timeout_s=6.0)
+    async with running_api(model, model_dir, limits=limits) as api, api.ready_worker():
+        options = (("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0))
+        async with grpc.aio.insecure_channel(api.address, options=options) as channel:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+            call = stub.Generate(build_request([5, 6, 7], LONG))
+            await call.read()
+            # More than the window takes: a write waits for a read.
+            await until(lambda: api.num_generated() >= 1900, what="much is unread")
+            time.sleep(6.5)  # noqa: ASYNC251 - the stall
+            await read_all(call)
+            assert await call.code() is grpc.StatusCode.OK
+    assert "SLOW_CLIENT" not in api.control_plane.metrics.failures
 
 
 async def test_a_full_queue_refuses_with_a_time_to_retry(
