@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         models = [(source.name, _fetch(source.location)) for source in config.models]
         catalog = ModelCatalog([load_model(path, name) for name, path in models])
-        # What is there now stays: walking it costs every full collection 40 ms, for all streams.
+        # What is there now stays: to walk it in every full collection would hold up all streams.
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
