@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 
-async def until(condition: Callable[[], Awaitable[bool] | bool], *, limit_s: float = 20.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool] | bool], *, limit_s: float = 60.0) -> None:
     """Return once the condition holds.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from conditions import until
@@ -25,17 +26,21 @@ if TYPE_CHECKING:
 SCOPE = PrefixScope("test", bytes(range(32)), b"\x01" * 32)
 OTHER_EPOCH = PrefixScope("test", bytes(range(32)), b"\x02" * 32)
 OTHER_DEPLOYMENT = PrefixScope("other:test", bytes(range(32)), b"\x01" * 32)
-# Impatient, so that tests of outages take tenths of a second.
+# Quick, but patient with the server: one that is slow because the machine is busy must not be taken
+# for one that does not answer.
 TIMING = StoreTiming(
-    ttl_s=30.0,
-    op_timeout_s=0.3,
-    load_timeout_s=1.0,
+    ttl_s=120.0,
+    op_timeout_s=30.0,
+    load_timeout_s=30.0,
     coalesce_s=0.001,
     renew_interval_s=0.01,
     probe_interval_s=0.05,
     backoff_min_s=0.01,
     backoff_max_s=0.05,
+    close_timeout_s=30.0,
 )
+# For servers that do not answer, so that tests of outages take tenths of a second.
+IMPATIENT = replace(TIMING, op_timeout_s=0.3, load_timeout_s=1.0, close_timeout_s=1.0)
 
 
 def entry(number: int, generation: int = 1) -> Entry:

@@ -14,6 +14,7 @@ from urllib.parse import quote
 import pytest
 from conditions import until
 from prefix_store_helpers import (
+    IMPATIENT,
     OTHER_DEPLOYMENT,
     OTHER_EPOCH,
     SCOPE,
@@ -206,12 +207,12 @@ async def test_scope_without_a_lease_is_forgotten_while_the_server_is_away(tmp_p
 
 async def test_frozen_server_delays_nobody_and_is_caught_up(valkey):
     observer = Recorder()
-    async with redis_store(valkey.url, observer=observer) as store:
+    async with redis_store(valkey.url, timing=IMPATIENT, observer=observer) as store:
         await until(lambda: store.describe() == "redis: ok")
         valkey.freeze()
         store.record(SCOPE, entries(3))
         await until(lambda: observer.failures["unreachable"] >= 2)
-        async with asyncio.timeout(TIMING.load_timeout_s + 5):
+        async with asyncio.timeout(IMPATIENT.load_timeout_s + 20):
             assert await store.load(SCOPE) is None
             assert await store.next_term("s0", 3) == 4
         valkey.thaw()
@@ -223,7 +224,9 @@ async def test_server_that_answers_after_two_seconds_counts_as_unreachable(valke
     observer = Recorder()
     async with (
         Link(valkey.port, downstream=LinkConfig(delay_s=2.0)) as link,
-        redis_store(f"redis://127.0.0.1:{link.port}", observer=observer) as store,
+        redis_store(
+            f"redis://127.0.0.1:{link.port}", timing=IMPATIENT, observer=observer
+        ) as store,
     ):
         store.record(SCOPE, entries(3))
         await until(lambda: observer.failures["unreachable"] >= 2)
@@ -448,11 +451,11 @@ async def test_a_listing_of_a_wrong_type_is_replaced(valkey):
 
 
 async def test_who_cannot_be_asked_knows_nothing_and_says_so_in_time(valkey):
-    async with redis_store(valkey.url) as store:
+    async with redis_store(valkey.url, timing=IMPATIENT) as store:
         store.record(SCOPE, entries(1))
         await listed(store, SCOPE)
         valkey.freeze()
-        async with asyncio.timeout(TIMING.op_timeout_s + 10):
+        async with asyncio.timeout(IMPATIENT.op_timeout_s + 20):
             assert await store.known_scopes("test", MODELS) is None
         valkey.thaw()
         await valkey.kill()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import conditions
@@ -24,7 +24,7 @@ from cluster_harness import (
 )
 from fake_model import FakeModelRunner
 from fake_worker import FakeWorker
-from prefix_store_helpers import TIMING
+from prefix_store_helpers import IMPATIENT, TIMING
 from valkey_process import ValkeyProcess
 
 from control_plane.errors import OverloadedError
@@ -43,8 +43,6 @@ pytestmark = pytest.mark.redis
 
 SHARED = list(range(20, 60))  # ten blocks
 HOUR_S = 3600.0
-# A store that is slow because the machine is busy has not to be taken for one that does not answer.
-PATIENT = replace(TIMING, op_timeout_s=30.0, load_timeout_s=30.0)
 
 
 @dataclass
@@ -72,7 +70,7 @@ class Site:
         self,
         *,
         url: str | None = None,
-        timing: StoreTiming = PATIENT,
+        timing: StoreTiming = TIMING,
         return_wait_s: float = HOUR_S,
         **config: Any,
     ) -> AsyncGenerator[Harness]:
@@ -127,7 +125,7 @@ async def first_life(site: Site, *others: str, **config: Any) -> None:
 
 
 async def until_written(site: Site, harness: Harness) -> None:
-    reader = open_prefix_store(site.valkey.url, deployment="default", timing=PATIENT)
+    reader = open_prefix_store(site.valkey.url, deployment="default", timing=TIMING)
     scopes = {
         PrefixScope("default", FINGERPRINT, engine.shape.replica_epoch): engine
         for engine in harness.cluster.fleet
@@ -229,7 +227,7 @@ async def test_without_a_store_that_answers_nobody_is_waited_for(site: Site, how
     elif how == "frozen":
         site.valkey.freeze()
     url = "memory://" if how == "memory" else None
-    async with site.cluster(url=url, timing=TIMING, adoption_wait_s=0.1) as harness:
+    async with site.cluster(url=url, timing=IMPATIENT, adoption_wait_s=0.1) as harness:
         await serve(harness, request_for_shared(harness))
     if how == "frozen":
         site.valkey.thaw()

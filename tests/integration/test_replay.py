@@ -248,8 +248,12 @@ def fake_worker(
 async def record_fake(
     model: TinyModel, directory: Path, runner: FakeModelRunner, *, nacks_at: int = 0
 ) -> None:
-    """Twelve requests on a fake worker that fails or refuses on the way."""
-    async with recording_api(model, directory) as api:
+    """Twelve requests on a fake worker that fails or refuses on the way.
+
+    At most two plans are in flight, so that whatever happens to a plan, the result of the last but
+    one before it is in the recording.
+    """
+    async with recording_api(model, directory, max_lookahead=1) as api:
         worker = fake_worker(model, api.worker_address, runner)
         refuse_at(worker, nacks_at)
         async with worker:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import conditions
@@ -26,7 +26,7 @@ from cluster_harness import (
 )
 from fake_model import FakeModelRunner
 from fake_worker import FakeWorker
-from prefix_store_helpers import TIMING
+from prefix_store_helpers import IMPATIENT, TIMING
 from valkey_process import ValkeyProcess
 
 from control_plane.prefix_store import EntryCodec, PrefixScope, StoreTiming, open_prefix_store
@@ -41,9 +41,8 @@ if TYPE_CHECKING:
     import redis.asyncio
 
 SHARED = list(range(20, 60))  # ten blocks
-PATIENT = StoreTiming(
-    ttl_s=30.0, op_timeout_s=0.3, load_timeout_s=30.0, coalesce_s=0.001, renew_interval_s=0.01
-)
+# For a server that answers the first questions and nothing afterwards.
+PATIENT_WITH_LOADS = replace(IMPATIENT, load_timeout_s=30.0)
 
 
 @dataclass
@@ -105,7 +104,7 @@ async def until_written(site: Site, harness: Harness) -> None:
     """Until the store holds exactly what is live."""
     scope = PrefixScope("default", FINGERPRINT, bytes.fromhex(harness.replica().replica_epoch))
     (engine,) = harness.cluster.fleet
-    reader = open_prefix_store(site.valkey.url, deployment="default", timing=PATIENT)
+    reader = open_prefix_store(site.valkey.url, deployment="default", timing=TIMING)
 
     async with contextlib.AsyncExitStack() as stack:
         await reader.start()
@@ -198,8 +197,8 @@ async def test_the_next_cluster_finds_what_the_store_still_has(
     await site.start_worker()
     num_known = await first_life(site)
     await damage(site)
-    wait = {"adoption_wait_s": 0.1} if damage is freeze else {}
-    async with site.cluster(**wait) as harness:
+    haste = {"timing": IMPATIENT, "adoption_wait_s": 0.1} if damage is freeze else {}
+    async with site.cluster(**haste) as harness:
         hits = await serve(harness, 100)
         replica = harness.replica()
         await serve(harness, 101, 102)
@@ -270,7 +269,7 @@ async def test_a_store_that_is_ahead_is_contradicted(site: Site) -> None:
 async def test_a_crash_before_the_store_learns_costs_hits_only(site: Site) -> None:
     await site.start_worker()
     await first_life(site)
-    async with site.cluster(timing=PATIENT) as harness:
+    async with site.cluster(timing=PATIENT_WITH_LOADS) as harness:
         # Everything of before is found, then handed out again while nothing can be written.
         assert await serve(harness, 100) == len(SHARED)
         site.valkey.freeze()
@@ -291,7 +290,7 @@ async def test_a_store_that_takes_seconds_delays_nobody_and_is_heard_late(site: 
     async with Link(site.valkey.port, upstream=slow, downstream=slow) as link:
         url = f"redis://127.0.0.1:{link.port}/0"
         # Long enough for the worker's generations, which say what is best overwritten first.
-        async with site.cluster(url=url, timing=PATIENT, adoption_wait_s=1.0) as harness:
+        async with site.cluster(url=url, timing=PATIENT_WITH_LOADS, adoption_wait_s=1.0) as harness:
             request = harness.request([300, 301, 302], max_tokens=4)
             assert await collect(harness.cluster.submit(request)) == undisturbed(request)
             assert harness.replica().adopted_blocks == 0
