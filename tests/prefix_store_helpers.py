@@ -5,19 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from conditions import until
 
-from control_plane.prefix_store import (
-    PrefixScope,
-    StoreObserver,
-    StoreTiming,
-    open_prefix_store,
-)
+from control_plane.prefix_store import PrefixScope, StoreObserver, StoreTiming, open_prefix_store
+from control_plane.redis_prefix_store import RedisPrefixStore
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncGenerator, Mapping
 
     from control_plane.prefix_store import PrefixStore
 
@@ -26,6 +22,7 @@ if TYPE_CHECKING:
 SCOPE = PrefixScope("test", bytes(range(32)), b"\x01" * 32)
 OTHER_EPOCH = PrefixScope("test", bytes(range(32)), b"\x02" * 32)
 OTHER_DEPLOYMENT = PrefixScope("other:test", bytes(range(32)), b"\x01" * 32)
+MODELS = [SCOPE.model_fingerprint]
 # Quick, but patient with the server: one that is slow because the machine is busy must not be taken
 # for one that does not answer.
 TIMING = StoreTiming(
@@ -93,7 +90,7 @@ async def opened_store(
     timing: StoreTiming = TIMING,
     observer: StoreObserver | None = None,
     shard: str = "0",
-) -> AsyncIterator[PrefixStore]:
+) -> AsyncGenerator[PrefixStore]:
     store = open_prefix_store(url, deployment="test", shard=shard, timing=timing, observer=observer)
     await store.start()
     try:
@@ -106,3 +103,23 @@ async def until_held(url: str, scope: PrefixScope, expected: Mapping[int, Entry]
     """Wait until the server itself, seen by somebody who wrote nothing, holds these."""
     async with opened_store(url) as reader:
         await until_loaded(reader, scope, expected)
+
+
+@contextlib.asynccontextmanager
+async def redis_store(
+    url: str, *, timing: StoreTiming = TIMING, observer: StoreObserver | None = None
+) -> AsyncGenerator[RedisPrefixStore]:
+    async with opened_store(url, timing=timing, observer=observer) as store:
+        assert isinstance(store, RedisPrefixStore)
+        yield store
+
+
+async def leased_until_held(store: PrefixStore, url: str, expected: Mapping[int, Entry]) -> None:
+    """Let leases come in until the server holds what is live."""
+    async with opened_store(url) as reader:
+
+        async def is_complete() -> bool:
+            store.renew(SCOPE, lambda: expected)
+            return await reader.load(SCOPE) == expected
+
+        await until(is_complete)
