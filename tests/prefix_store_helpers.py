@@ -114,7 +114,7 @@ async def redis_store(
         yield store
 
 
-async def leased_until_held(store: PrefixStore, url: str, expected: Mapping[int, Entry]) -> None:
+async def leased_until_held(store: PrefixStore, url: str, expected: Mapping[Any, Any]) -> None:
     """Let leases come in until the server holds what is live."""
     async with opened_store(url) as reader:
 
