@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from control_stream_machine import HOLD_S, MODEL, ControlStreamMachine, Link
+from control_stream_machine import HOLD_S, MODEL, ControlStreamMachine
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
@@ -26,6 +26,8 @@ from control_plane.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from control_stream_link import Link
 
     from control_plane.engine_config import EngineConfig
     from control_plane.errors import ServingError
