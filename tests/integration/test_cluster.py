@@ -18,15 +18,7 @@ from cluster_harness import (
 )
 from fake_model import FakeModelRunner
 
-from control_plane.errors import (
-    AbortedError,
-    InvariantError,
-    OverloadedError,
-    RequestTooLongError,
-    ShuttingDownError,
-    UnavailableError,
-)
-from control_plane.memory_prefix_store import MemoryPrefixStore
+from control_plane.errors import AbortedError, InvariantError
 from control_plane.prefix_store import PrefixScope
 from control_plane.request import FinishReason
 
@@ -195,52 +187,6 @@ async def test_a_stop_string_ends_a_sequence_and_drops_what_came_after() -> None
         harness.assert_nothing_held()
 
 
-async def test_a_drained_worker_leaves_with_0_and_its_requests_are_finished() -> None:
-    async with running_cluster() as harness:
-        # Room for all: a preempted sequence would have no row, and nothing to stay for.
-        leaving = harness.worker("w0", runner=FakeModelRunner(num_blocks=128))
-        leaving.start()
-        await harness.ready()
-        leaving.runner.gate.clear()
-        requests = [harness.request(long_prompt(i), max_tokens=24) for i in range(12)]
-        streams = [harness.cluster.submit(r) for r in requests]
-        await until(lambda: harness.replica("w0").num_requests_running == 8)
-        async with harness.worker("w1"):
-            await harness.ready(2)
-            leaving.drain()
-            await until(lambda: harness.cluster.num_ready("fake") == 1)
-            # What has no row there yet moves at once; what runs stays.
-            assert harness.replica("w0").num_requests_waiting == 0
-            leaving.runner.gate.set()
-            outputs = await asyncio.gather(*map(collect, streams))
-            assert await leaving.exited() == 0
-            assert outputs == [undisturbed(r) for r in requests]
-            assert harness.replica("w1").generation_tokens == 4 * 24
-        assert all(r.num_losses == 0 for r in requests)
-        harness.assert_nothing_held()
-
-
-async def test_what_a_drain_has_no_time_for_is_replayed_elsewhere() -> None:
-    async with running_cluster() as harness, harness.worker("w1") as other:
-        leaving = harness.worker("w0", grace_s=2.0)
-        leaving.start()
-        await harness.ready(2)
-        leaving.runner.gate.clear()
-        other.runner.gate.clear()
-        requests = [harness.request(long_prompt(i), max_tokens=24) for i in range(4)]
-        streams = [harness.cluster.submit(r) for r in requests]
-        await until(lambda: harness.replica("w0").num_requests_running)
-        leaving.drain()
-        await until(lambda: not harness.replica("w0").workers)
-        leaving.runner.gate.set()
-        other.runner.gate.set()
-        outputs = await asyncio.gather(*map(collect, streams))
-        assert outputs == [undisturbed(r) for r in requests]
-        assert all(r.num_losses == 0 for r in requests)
-        assert await leaving.exited() == 0
-        harness.assert_nothing_held()
-
-
 async def test_a_request_that_breaks_every_worker_fails_and_takes_nobody_along() -> None:
     async with running_cluster() as harness, harness.worker() as worker:
         await harness.ready()
@@ -263,105 +209,6 @@ async def test_a_request_that_breaks_every_worker_fails_and_takes_nobody_along()
         outputs = await asyncio.gather(*map(collect, streams))
         assert outputs == [undisturbed(r) for r in requests]
         harness.assert_nothing_held()
-
-
-async def test_without_a_replica_a_request_is_unavailable_in_time() -> None:
-    async with running_cluster(replica_wait_s=0.05) as harness:
-        stream = harness.cluster.submit(harness.request([10, 11]))
-        assert harness.cluster.stats().num_requests_unplaced == 1
-        with pytest.raises(UnavailableError) as failure:
-            await collect(stream)
-        assert failure.value.retry_after_s is not None
-        harness.assert_nothing_held()
-
-
-async def test_a_deadline_bounds_the_wait_for_a_replica() -> None:
-    async with running_cluster(replica_wait_s=3600.0) as harness:
-        patient = harness.cluster.submit(harness.request([10, 11]))
-        hasty = harness.cluster.submit(harness.request([10, 11]), timeout_s=0.05)
-        with pytest.raises(UnavailableError):
-            await collect(hasty)
-        assert harness.cluster.stats().num_requests_unplaced == 1
-        async with harness.worker():
-            await collect(patient)
-        harness.assert_nothing_held()
-
-
-async def test_what_fits_no_replica_is_refused_with_the_longest_that_does() -> None:
-    async with running_cluster() as harness:
-        small = FakeModelRunner(num_blocks=11)  # 10 usable blocks of 4: 40 computed tokens
-        async with harness.worker(runner=small):
-            await harness.ready()
-            with pytest.raises(RequestTooLongError, match="longest that fits is 41"):
-                harness.cluster.submit(harness.request([10] * 20, max_tokens=22))
-            request = harness.request(long_prompt(0, output=30), max_tokens=30)
-            assert await collect(harness.cluster.submit(request)) == undisturbed(request)
-            with pytest.raises(RequestTooLongError):
-                harness.cluster.submit(harness.request([10] * 128, max_tokens=1))
-        harness.assert_nothing_held()
-
-
-async def test_a_request_waits_for_a_replica_that_it_fits() -> None:
-    async with running_cluster() as harness:
-        request = harness.request(long_prompt(0, output=40), max_tokens=40)
-        stream = harness.cluster.submit(request)
-        async with harness.worker("small", runner=FakeModelRunner(num_blocks=5)):
-            await harness.ready()
-            assert harness.cluster.stats().num_requests_unplaced == 1
-            async with harness.worker("large"):
-                assert await collect(stream) == undisturbed(request)
-        harness.assert_nothing_held()
-
-
-async def test_the_queue_is_bounded_by_requests() -> None:
-    async with running_cluster(max_queued_requests=2) as harness:
-        streams = [harness.cluster.submit(harness.request([10, 11 + i])) for i in range(2)]
-        with pytest.raises(OverloadedError) as refusal:
-            harness.cluster.submit(harness.request([10, 20]))
-        assert refusal.value.retry_after_s is not None
-        async with harness.worker():
-            await asyncio.gather(*map(collect, streams))
-            await collect(harness.cluster.submit(harness.request([10, 20])))
-        harness.assert_nothing_held()
-
-
-async def test_the_queue_is_bounded_by_tokens() -> None:
-    async with running_cluster(max_queued_tokens=50) as harness:
-        # Alone, even one above the bound is taken: it would never be otherwise.
-        first = harness.cluster.submit(harness.request([10] * 60))
-        with pytest.raises(OverloadedError):
-            harness.cluster.submit(harness.request([10]))
-        async with harness.worker():
-            await collect(first)
-            await collect(harness.cluster.submit(harness.request([10])))
-        harness.assert_nothing_held()
-
-
-async def test_a_drain_finishes_what_is_live_and_refuses_what_is_new() -> None:
-    async with running_cluster() as harness, harness.worker() as worker:
-        await harness.ready()
-        worker.runner.gate.clear()
-        request = harness.request(long_prompt(0), max_tokens=24)
-        stream = harness.cluster.submit(request)
-        harness.cluster.begin_drain()
-        with pytest.raises(ShuttingDownError):
-            harness.cluster.submit(harness.request([10]))
-        worker.runner.gate.set()
-        assert await harness.cluster.drained(10.0)
-        assert await collect(stream) == undisturbed(request)
-
-
-async def test_what_a_drain_has_no_time_for_fails_as_shutting_down() -> None:
-    async with running_cluster() as harness, harness.worker() as worker:
-        await harness.ready()
-        worker.runner.gate.clear()
-        stream = harness.cluster.submit(harness.request(long_prompt(0), max_tokens=24))
-        harness.cluster.begin_drain()
-        assert not await harness.cluster.drained(0.01)
-        with pytest.raises(ShuttingDownError):
-            await collect(stream)
-        harness.assert_nothing_held()
-        worker.runner.gate.set()
 
 
 async def test_a_resume_that_is_complete_ends_at_once() -> None:
@@ -397,66 +244,6 @@ async def test_a_leaking_pool_ends_the_process() -> None:
         pool.release(leaked)
         del stream
         harness.failure_is_expected = True
-
-
-async def test_the_term_exceeds_the_store_and_the_first_hellos() -> None:
-    store = MemoryPrefixStore()
-    assert await store.next_term("0", 6) == 7
-    async with running_cluster(store=store) as harness, RawPeer(harness.address) as peer:
-        assert (await peer.attach(highest_term=3)).term == 8
-    async with running_cluster() as harness, RawPeer(harness.address) as peer:
-        assert (await peer.attach(highest_term=3)).term == 4
-
-
-async def test_all_first_hellos_count_for_the_term() -> None:
-    async with (
-        running_cluster(term_gather_s=0.3) as harness,
-        RawPeer(harness.address) as one,
-        RawPeer(harness.address) as two,
-    ):
-        await one.say(hello(worker_id="one", replica_id="one", highest_term=1))
-        await two.say(hello(worker_id="two", replica_id="two", highest_term=5))
-        assert (await one.hear()).welcome.term == 6
-        assert (await two.hear()).welcome.term == 6
-
-
-async def test_a_higher_term_makes_it_step_back() -> None:
-    async with running_cluster() as harness, harness.worker() as worker:
-        await harness.ready()
-        worker.runner.gate.clear()
-        request = harness.request(long_prompt(0), max_tokens=24)
-        stream = harness.cluster.submit(request)
-        async with RawPeer(harness.address) as peer:
-            await peer.say(hello(highest_term=99))
-            _, reason, _ = await peer.end()
-            assert reason == "HIGHER_TERM_SEEN"
-        await harness.cluster.superseded()
-        with pytest.raises(ShuttingDownError):
-            harness.cluster.submit(harness.request([10]))
-        worker.runner.gate.set()
-        assert await collect(stream) == undisturbed(request)
-        assert harness.cluster.stats().term == 1
-
-
-async def test_who_starts_after_one_that_stepped_back_is_above_what_made_it_step_back() -> None:
-    store = MemoryPrefixStore()
-    async with (
-        running_cluster(store=store) as harness,
-        RawPeer(harness.address) as new_worker,
-        RawPeer(harness.address) as old_worker,
-    ):
-        # A new worker is first, and the store has no counter: it was wiped.
-        assert (await new_worker.attach(worker_id="new", replica_id="new")).term == 1
-        await old_worker.say(hello(highest_term=50))
-        _, reason, _ = await old_worker.end()
-        assert reason == "HIGHER_TERM_SEEN"
-    async with (
-        running_cluster(store=store) as harness,
-        RawPeer(harness.address) as new_worker,
-        RawPeer(harness.address) as old_worker,
-    ):
-        assert (await new_worker.attach(worker_id="new", replica_id="new")).term == 51
-        assert (await old_worker.attach(highest_term=50)).term == 51
 
 
 async def test_a_worker_that_does_not_read_loses_its_stream() -> None:
