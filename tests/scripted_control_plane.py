@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 TIMEOUT_S = 20.0
+PROMPT = [11, 12, 13, 14, 15, 16]
 
 
 def column(*values: int) -> bytes:
@@ -202,6 +203,22 @@ class ScriptedControlPlane(worker_pb2_grpc.WorkerServiceServicer):
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
+
+
+async def start_row(stream: ScriptedStream, version: int, *, row: int = 0) -> list[int]:
+    """Add a row, compute its prompt, and return the sampled token."""
+    first_block = 1 + 6 * row
+    await stream.send(
+        plan(
+            version,
+            added_rows=[added_row(row, PROMPT, list(range(first_block, first_block + 6)))],
+            chunk_rows=[row],
+            chunk_num_tokens=[len(PROMPT)],
+        )
+    )
+    result = (await stream.receive()).step_result
+    assert result.version == version
+    return read_column(result.token_ids)
 
 
 async def until(condition) -> None:  # type: ignore[no-untyped-def]

@@ -7,9 +7,9 @@ import random
 from typing import TYPE_CHECKING
 
 from cluster_harness import collect, long_prompt, running_cluster, undisturbed, until
-from fake_model import FakeModelRunner
+from fake_model import FakeModelRunner, expected_output
 from fake_worker import FakeWorker
-from scripted_control_plane import ScriptedControlPlane
+from scripted_control_plane import PROMPT, ScriptedControlPlane, plan, read_column, start_row
 
 from data_plane.control_stream import EXIT_OK
 
@@ -23,6 +23,60 @@ async def test_a_worker_that_leaves_before_its_welcome_says_so() -> None:
         assert (await stream.receive()).HasField("hello")
         worker.drain()
         assert (await stream.receive()).HasField("drain")
+        assert await worker.exited() == EXIT_OK
+
+
+async def test_draining_worker_serves_until_its_rows_are_finished() -> None:
+    async with ScriptedControlPlane() as control, FakeWorker(control.address) as worker:
+        stream = await control.accept()
+        await stream.attach(1)
+        tokens = await start_row(stream, 2)
+        worker.drain()
+        drain = (await stream.receive()).drain
+        assert drain.grace.ToSeconds() == 10
+        version = 3
+        while True:
+            await stream.send(plan(version))
+            result = (await stream.receive()).step_result
+            tokens += read_column(result.token_ids)
+            version += 1
+            if result.finished_rows:
+                break
+        await stream.receive_end()
+        stream.end()
+        assert await worker.exited() == EXIT_OK
+        assert tokens == expected_output(PROMPT, max_total_tokens=24, eos_token_ids=())[0]
+
+
+async def test_draining_worker_leaves_when_the_grace_period_ends() -> None:
+    async with (
+        ScriptedControlPlane() as control,
+        FakeWorker(control.address, grace_s=0.1) as worker,
+    ):
+        stream = await control.accept()
+        await stream.attach(1)
+        await start_row(stream, 2)
+        worker.drain()
+        await stream.receive_end()
+        assert await worker.exited() == EXIT_OK
+
+
+async def test_draining_worker_leaves_when_the_control_plane_ends_its_stream() -> None:
+    async with ScriptedControlPlane() as control, FakeWorker(control.address) as worker:
+        stream = await control.accept()
+        await stream.attach(1)
+        await start_row(stream, 2)
+        worker.drain()
+        assert (await stream.receive()).HasField("drain")
+        stream.end()
+        assert await worker.exited() == EXIT_OK
+
+
+async def test_worker_that_is_not_attached_drains_at_once() -> None:
+    async with ScriptedControlPlane() as control:
+        address = control.address
+    async with FakeWorker(address) as worker:
+        worker.drain()
         assert await worker.exited() == EXIT_OK
 
 
