@@ -64,7 +64,7 @@ class TlsFiles:
             _check_pair(self.cert, self.key, key, flags)
             # The check reads them itself, so it says nothing of files that were replaced meanwhile.
             if self._contents() != (ca, cert, key):
-                raise ValueError(f"{flags.cert}: {self.cert} or {self.key} is just being replaced")
+                raise _being_replaced(self.cert, self.key, flags)
         return TlsContents(ca=ca, cert=cert, key=key)
 
     @property
@@ -123,3 +123,10 @@ def _check_pair(cert: Path | str, key: Path | str, contents: bytes, flags: TlsFl
         raise ValueError(
             f"{flags.key}: {key} holds no private key in PEM form that fits {cert} ({flags.cert})"
         ) from None
+    except OSError:
+        # They were there a moment ago. Whoever reads them again expects no other error than ours.
+        raise _being_replaced(cert, key, flags) from None
+
+
+def _being_replaced(cert: Path | str, key: Path | str, flags: TlsFlags) -> ValueError:
+    return ValueError(f"{flags.cert}: {cert} or {key} is just being replaced")
