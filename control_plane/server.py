@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import grpc
 import grpc.aio
@@ -35,7 +35,7 @@ from control_plane.worker_service import WORKER_SERVER_OPTIONS, WorkerService
 from protos.pagewire.v1 import worker_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from control_plane.config import ControlPlaneConfig
     from control_plane.errors import InvariantError
@@ -179,17 +179,39 @@ class ControlPlane:
         Raises:
             InvariantError: This process contradicts itself and must end.
         """
-        tasks: list[asyncio.Task[Any]] = [
-            asyncio.create_task(stop.wait(), name="stop"),
-            asyncio.create_task(self.cluster.superseded(), name="superseded"),
-            asyncio.create_task(self.cluster.failed(), name="failed"),
-        ]
+        await self._until_any(stop.wait(), self.cluster.superseded())
+
+    async def leave(self, grace_s: float, cut: asyncio.Event) -> bool:
+        """Drain until everything has finished, `grace_s` is over or `cut` is set.
+
+        Returns:
+            Whether everything finished.
+
+        Raises:
+            InvariantError: This process contradicts itself and must end.
+        """
+        drain = asyncio.create_task(self.drain(grace_s), name="drain")
+        try:
+            await self._until_any(asyncio.shield(drain), cut.wait())
+            return drain.done() and drain.result()
+        finally:
+            drain.cancel()
+            await asyncio.gather(drain, return_exceptions=True)
+
+    async def _until_any(self, *ends: Awaitable[object]) -> None:
+        """Wait for one of these.
+
+        Raises:
+            InvariantError: A broken invariant came first.
+        """
+        failed = asyncio.ensure_future(self.cluster.failed())
+        tasks = [failed, *(asyncio.ensure_future(end) for end in ends)]
         try:
             await asyncio.wait([*tasks, self._fatal], return_when=asyncio.FIRST_COMPLETED)
             if self._fatal.done():
                 raise self._fatal.result()
-            if tasks[2].done():
-                await tasks[2]
+            if failed.done():
+                await failed
         finally:
             for task in tasks:
                 task.cancel()
@@ -339,12 +361,6 @@ async def serve(
             rereading.cancel()
             await asyncio.gather(rereading, return_exceptions=True)
         logger.info("drain: grace_s=%g", config.grace_s)
-        drain = asyncio.create_task(control_plane.drain(config.grace_s), name="drain")
-        cutting = asyncio.create_task(cut.wait(), name="cut")
-        await asyncio.wait([drain, cutting], return_when=asyncio.FIRST_COMPLETED)
-        finished = drain.done() and await drain
-        for task in (drain, cutting):
-            task.cancel()
-        await asyncio.gather(drain, cutting, return_exceptions=True)
+        finished = await control_plane.leave(config.grace_s, cut)
         logger.info("drained: finished=%s", finished)
         return finished
