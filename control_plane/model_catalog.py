@@ -101,12 +101,19 @@ def load_model(path: Path, name: str) -> CatalogModel:
     vocab_size = _positive_int(path, text_config, "vocab_size")
     max_model_len = _positive_int(path, text_config, "max_position_embeddings")
     tokenizer = Tokenizer(path, vocab_size=vocab_size)
+    eos_token_ids = _eos_token_ids(path, text_config, tokenizer)
+    if not all(0 <= i < vocab_size for i in eos_token_ids):
+        raise ValueError(
+            f"{path} ends sequences with the tokens {list(eos_token_ids)}, which are not all in "
+            f"the vocabulary [0, {vocab_size}). Correct eos_token_id in generation_config.json, or in "
+            "config.json if there is no such file."
+        )
     served = ServedModel(
         name=name,
         base_fingerprint=fingerprint,
         max_model_len=max_model_len,
         vocab_size=vocab_size,
-        eos_token_ids=_eos_token_ids(path, text_config, tokenizer),
+        eos_token_ids=eos_token_ids,
     )
     return CatalogModel(served, tokenizer)
 

@@ -58,7 +58,25 @@ async def encode_prompt(
             value=0,
             limit=">= 1 token",
         )
+    _check_vocabulary(ids, form, model.served.vocab_size)
     return ids
+
+
+def _check_vocabulary(ids: NDArray[np.int32], form: str, vocab_size: int) -> None:
+    """Refuse tokens that the tokenizer has and the model has not, such as added padding tokens.
+
+    Raises:
+        InvalidRequestError: Names the id, not the text.
+    """
+    highest = int(ids.max())
+    if highest >= vocab_size:
+        raise InvalidRequestError(
+            f"The {form} gives token id {highest}, which the tokenizer has but the model has not: "
+            f"its vocabulary is [0, {vocab_size}). Leave that special token out.",
+            field=form,
+            value=highest,
+            limit=f"[0, {vocab_size})",
+        )
 
 
 async def _encode_text(

@@ -53,6 +53,16 @@ def test_end_of_sequence_comes_from_the_tokenizer_last(small_dir: Path) -> None:
     assert model.served.eos_token_ids == (model.tokenizer.eos_token_id,)
 
 
+@pytest.mark.parametrize("eos_token_id", [49152, [2, 49152], -1])
+def test_an_end_of_sequence_that_the_model_does_not_have_is_refused(
+    eos_token_id: int | list[int], small_dir: Path
+) -> None:
+    # Workers would refuse every plan.
+    rewrite(small_dir / "generation_config.json", eos_token_id=eos_token_id)
+    with pytest.raises(ValueError, match=r"not all in the vocabulary \[0, 49152\)"):
+        load_model(small_dir, "m")
+
+
 def test_a_text_model_inside_a_multimodal_one_is_found(small_dir: Path) -> None:
     config = json.loads((small_dir / "config.json").read_text())
     (small_dir / "config.json").write_text(
