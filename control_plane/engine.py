@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from control_plane.engine_config import EngineConfig
+    from control_plane.engine_output import EngineOwner
     from control_plane.errors import ServingError
     from control_plane.prefix_store import PrefixScope, PrefixStore
     from control_plane.replica import ReplicaShape, WorkerFacts
@@ -56,38 +57,6 @@ class WorkerStream(Protocol):
 
     def end(self, error: ServingError | None) -> None:
         """End the stream, with OK if there is no error. Idempotent; the first call decides."""
-        ...
-
-
-class EngineOwner(Protocol):
-    """Who hears of tokens, failures and losses: the cluster."""
-
-    def started(self, request: Request) -> None:
-        """A request has a row for the first time."""
-        ...
-
-    def advance(self, update: StepUpdate) -> None:
-        """A step was confirmed."""
-        ...
-
-    def fail(self, request: Request, error: ServingError) -> None:
-        """A request must not be replayed any more."""
-        ...
-
-    def lose(self, engine: Engine, error: ServingError | None, *, lost: bool) -> None:
-        """The engine's worker has to go; see `Fleet.lose`."""
-        ...
-
-    def doubts(self, engine: Engine) -> bool:
-        """Whether the replica was in trouble too often lately."""
-        ...
-
-    def step_failed(self, engine: Engine) -> None:
-        """A step failed, and everything the engine holds waits again; it may do so elsewhere."""
-        ...
-
-    def withdraw_waiting(self, engine: Engine) -> None:
-        """The engine takes no new sequence any more; find other places for what waits."""
         ...
 
 
@@ -131,6 +100,7 @@ class Engine:
         self._queue_wait = QueueWait()
         self._caches_prefixes = scheduler.kv_cache_manager.config.enable_prefix_caching
         self._recovery: asyncio.Task[None] | None = None
+        self._unrecorded: dict[BlockId, tuple[BlockHash, Version] | None] = {}
 
     # What an earlier process knew.
 
@@ -218,6 +188,7 @@ class Engine:
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
         self._task = None
+        self._record_index()
         self.facts = None
         self.lost_at = self._clock()
         return self.core.detach(lost=lost)
@@ -263,7 +234,9 @@ class Engine:
             except ProtocolError as error:
                 self._owner.lose(self, error, lost=True)
                 return
-            self._order_steps(now)
+            await self._order_steps()
+            self._record_index()
+            now = self._clock()
             if self.core.draining and (self.core.is_idle or now >= self._drain_ends_at):
                 self._owner.lose(self, None, lost=False)
                 return
@@ -280,12 +253,22 @@ class Engine:
             self._timer.arm(min(times) - now)
             await self._wake.wait()
 
-    def _order_steps(self, now: float) -> None:
+    async def _order_steps(self) -> None:
         core = self.core
         num_started = core.counters.sequences_started
-        core.order_steps(now)
+        has_room = core.order_step(self._clock())
+        while has_room:
+            # The plan leaves before the next one is made: the worker may be idle until it comes.
+            await asyncio.sleep(0)
+            has_room = core.order_step(self._clock())
         num_started = core.counters.sequences_started - num_started
-        self._queue_wait.observe(num_started, core.num_waiting, now)
+        self._queue_wait.observe(num_started, core.num_waiting, self._clock())
+
+    def _record_index(self) -> None:
+        """Tell the store what changed since the last time."""
+        if self._unrecorded:
+            changes, self._unrecorded = self._unrecorded, {}
+            self._store.record(self._scope, changes)
 
     # Requests.
 
@@ -377,8 +360,12 @@ class Engine:
         self._owner.fail(request, error)
 
     def index_changed(self, changes: Mapping[BlockId, tuple[BlockHash, Version] | None]) -> None:
-        """Pass confirmed index entries of the core on."""
-        self._store.record(self._scope, changes)
+        """Keep confirmed index entries of the core for the store.
+
+        The store hears of them behind the turn of those who wait for the same step's tokens, and
+        behind the plans that the step made room for: a long prompt has hundreds of entries.
+        """
+        self._unrecorded.update(changes)
 
     # Stats.
 

@@ -147,16 +147,26 @@ class EngineCore:
 
     def order_steps(self, now: float) -> None:
         """Send plans until the window is full or there is nothing to compute."""
+        while self.order_step(now):
+            pass
+
+    def order_step(self, now: float) -> bool:
+        """Send the next plan, if the window has room and there is something to compute.
+
+        Returns:
+            Whether one was sent and the window has room for another.
+        """
         if not self.attached or now < self.held_until:
-            return
+            return False
         self.index.end_hold()
-        while self.window.has_room:
+        if self.window.has_room:
             step = self.scheduler.schedule(Version(self.sent_version + 1))
-            if step is None:
-                break
-            self._send_plan(step, now)
+            if step is not None:
+                self._send_plan(step, now)
+                return self.window.has_room
         if self.is_idle:
             self.index.audit_idle(now)
+        return False
 
     def check(self, now: float) -> None:
         """Look at the clock.

@@ -1,4 +1,4 @@
-"""What an `EngineCore` tells whoever runs it. Owns nothing."""
+"""What an `EngineCore` tells whoever runs it, and an `Engine` whoever owns it. Owns nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from control_plane.engine import Engine
     from control_plane.errors import ServingError
     from control_plane.request import BlockHash, BlockId, Request, Version
     from control_plane.scheduled_step import StepUpdate
@@ -34,4 +35,36 @@ class EngineOutput(Protocol):
 
     def index_changed(self, changes: Mapping[BlockId, tuple[BlockHash, Version] | None]) -> None:
         """Permanent entries of the prefix index came or went."""
+        ...
+
+
+class EngineOwner(Protocol):
+    """Who hears of tokens, failures and losses: the cluster."""
+
+    def started(self, request: Request) -> None:
+        """A request has a row for the first time."""
+        ...
+
+    def advance(self, update: StepUpdate) -> None:
+        """A step was confirmed."""
+        ...
+
+    def fail(self, request: Request, error: ServingError) -> None:
+        """A request must not be replayed any more."""
+        ...
+
+    def lose(self, engine: Engine, error: ServingError | None, *, lost: bool) -> None:
+        """The engine's worker has to go; see `Fleet.lose`."""
+        ...
+
+    def doubts(self, engine: Engine) -> bool:
+        """Whether the replica was in trouble too often lately."""
+        ...
+
+    def step_failed(self, engine: Engine) -> None:
+        """A step failed, and everything the engine holds waits again; it may do so elsewhere."""
+        ...
+
+    def withdraw_waiting(self, engine: Engine) -> None:
+        """The engine takes no new sequence any more; find other places for what waits."""
         ...
