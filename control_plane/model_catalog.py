@@ -105,8 +105,8 @@ def load_model(path: Path, name: str) -> CatalogModel:
     if not all(0 <= i < vocab_size for i in eos_token_ids):
         raise ValueError(
             f"{path} ends sequences with the tokens {list(eos_token_ids)}, which are not all in "
-            f"the vocabulary [0, {vocab_size}). Correct eos_token_id in generation_config.json, or in "
-            "config.json if there is no such file."
+            f"the vocabulary [0, {vocab_size}). Correct eos_token_id in generation_config.json, or "
+            "in config.json if there is no such file."
         )
     served = ServedModel(
         name=name,
