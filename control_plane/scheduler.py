@@ -71,14 +71,16 @@ class Scheduler(ReplicaState):
         for sequence in sorted(self._prefilling, key=lambda s: (rank(s.request), s.index)):
             budget -= self._schedule_chunk(sequence, budget, version, chunks)
         added: list[AddedSequence] = []
+        num_added_tokens = 0
         if len(self._waiting) and budget > 0 and not has_preempted:
             for group in self._waiting.start(version, has_in_flight=bool(self._in_flight)):
                 self._running[group[0].sequence.request] = None
                 for one in group:
                     self._prefilling[one.sequence] = None
                     budget -= self._schedule_chunk(one.sequence, budget, version, chunks)
+                    num_added_tokens += one.token_ids.size
                 added += group
-                if budget <= 0:
+                if budget <= 0 or num_added_tokens >= self.config.max_added_tokens:
                     break
         if not rows.size and not chunks:
             return None

@@ -19,6 +19,9 @@ class SchedulerConfig:
         probation_tokens: Output tokens after which a request that was retried alone is believed to
             be harmless; more than steps can have been in flight at its loss.
         vocab_size: Token ids of results are below it.
+        max_added_tokens: Known tokens of the sequences that one step adds, after which no further
+            one is added. Cached tokens count, since all of them travel: a worker takes messages of
+            64 MiB, four bytes are a token, and the last one to be added can be long.
     """
 
     max_num_seqs: int
@@ -27,6 +30,7 @@ class SchedulerConfig:
     max_bypass: int = 16
     probation_tokens: int = 8
     vocab_size: int = (1 << 31) - 1
+    max_added_tokens: int = 1 << 22
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -38,5 +42,7 @@ class SchedulerConfig:
             )
         if self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2, got {self.max_model_len}")
+        if self.max_added_tokens < 1:
+            raise ValueError(f"max_added_tokens must be positive, got {self.max_added_tokens}")
         if self.max_bypass < 0:
             raise ValueError(f"max_bypass must not be negative, got {self.max_bypass}")

@@ -31,6 +31,7 @@ class Driver:
         max_num_batched_tokens: int = 64,
         max_bypass: int = 0,
         watermark: float = 0.0,
+        max_added_tokens: int = 1 << 22,
     ) -> None:
         manager = KVCacheManager(
             KVCacheConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, watermark=watermark),
@@ -43,6 +44,7 @@ class Driver:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=64,
             max_bypass=max_bypass,
+            max_added_tokens=max_added_tokens,
         )
         self.scheduler = Scheduler(config, manager)
         self.pool = manager.pool
