@@ -80,6 +80,18 @@ class CallGuard:
             self._on_fatal(error)
 
 
+async def begin(context: Any, header: tuple[tuple[str, str], ...]) -> None:
+    """Send the header of a stream before its first response.
+
+    Raises:
+        asyncio.CancelledError: The client is gone, as with `write`.
+    """
+    try:
+        await context.send_initial_metadata(header)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
+
+
 async def write(context: Any, response: Message) -> None:
     """Send a response.
 

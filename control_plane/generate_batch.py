@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from control_plane import rpc_status
-from control_plane.call_errors import write
+from control_plane.call_errors import begin, write
 from control_plane.errors import DuplicateRequestError, InvalidRequestError, ServingError
 from control_plane.request_checks import check_request_id
 from control_plane.responses import to_outputs
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from control_plane.call_errors import CallGuard
     from control_plane.generation import GenerationService
+
+_STREAM_HEADER = (("pagewire-stream", "open"),)
 
 
 class BatchCall:
@@ -64,6 +66,8 @@ class BatchCall:
         Raises:
             asyncio.CancelledError: The client went away before that.
         """
+        # At once, before any answer: a client can send the rest again from here on.
+        await begin(self._context, _STREAM_HEADER)
         # Leaving the group by cancellation cancels every request of the stream.
         async with asyncio.TaskGroup() as tasks:
             while True:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +22,10 @@ from pagewire_client import (
     PagewireError,
     ResumePolicy,
     UnavailableError,
+    async_client,
     build_request,
+    client,
+    resume,
 )
 
 from demo.ports import any_free_port
@@ -188,30 +193,129 @@ async def test_a_batch_goes_on_and_answers_each_once(site: Site, *, is_async: bo
     prompts = [site.api.encode(f"Number {i}") for i in range(8)]
     requests = [build_request(prompt, options("seeded")) for prompt in prompts]
     site.worker.runner.gate.clear()
+    # It is the first thing that the client does, and breaks before any answer.
     if is_async:
 
-        async def run() -> list[Any]:
-            async with AsyncClient(site.address, resume=POLICY) as client:
-                await client.models()
-                return [result async for result in client.batch(requests)]
+        async def run() -> tuple[list[Any], int]:
+            async with (
+                AsyncClient(site.address, resume=POLICY) as client,
+                client.batch(requests) as batch,
+            ):
+                return [result async for result in batch], batch.num_resumes
 
         running = asyncio.create_task(run())
     else:
 
-        def read() -> list[Any]:
-            with Client(site.address, resume=POLICY) as client:
-                client.models()
-                return list(client.batch(iter(requests)))
+        def read() -> tuple[list[Any], int]:
+            with (
+                Client(site.address, resume=POLICY) as client,
+                client.batch(iter(requests)) as batch,
+            ):
+                return list(batch), batch.num_resumes
 
         running = asyncio.create_task(asyncio.to_thread(read))
     await until(lambda: site.api.control_plane.cluster.stats().num_requests_live == 8, what="all")
     await replace_control_plane(site, with_worker=False)
-    results = {result.request_id: result for result in await running}
+    answers, num_resumes = await running
+    results = {result.request_id: result for result in answers}
+    assert len(answers) == 8
+    assert num_resumes >= 1
     assert sorted(results) == [str(i) for i in range(8)]
     for i, prompt in enumerate(prompts):
         completion = results[str(i)].completion
         assert completion is not None, results[str(i)].error
         assert completion.token_ids == site.expected(prompt, 11, KINDS["seeded"])
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+async def test_a_batch_of_long_answers_outlives_breaks_that_are_far_apart(
+    site: Site, monkeypatch: pytest.MonkeyPatch, *, is_async: bool
+) -> None:
+    """Nothing is answered between two breaks, but the server has the batch all the time."""
+    later_s = 0.0
+    clients_time = SimpleNamespace(monotonic=lambda: time.monotonic() + later_s)
+    for module in (resume, client, async_client):
+        monkeypatch.setattr(module, "time", clients_time)
+    site.worker.runner.gate.clear()
+    requests = [build_request([5, 6], options("seeded"))]
+
+    def read() -> list[Any]:
+        with Client(site.address, resume=POLICY) as client:
+            return list(client.batch(requests))
+
+    async def run() -> list[Any]:
+        async with AsyncClient(site.address, resume=POLICY) as client:
+            return [result async for result in client.batch(requests)]
+
+    running = asyncio.create_task(run() if is_async else asyncio.to_thread(read))
+    for _ in range(2):
+        live = site.api.control_plane.cluster.stats
+        await until(lambda live=live: live().num_requests_live == 1, what="it is in")
+        later_s += 10 * POLICY.limit_s
+        await site.crash()
+        await site.start()
+    site.worker.runner.gate.set()
+    [result] = await running
+    assert result.completion is not None
+    assert result.completion.token_ids == site.expected([5, 6], 11, KINDS["seeded"])
+
+
+@pytest.mark.parametrize("call", ["generate", "batch"])
+async def test_a_call_that_is_cancelled_by_name_does_not_cancel_who_reads_it(
+    site: Site, call: str
+) -> None:
+    site.worker.runner.gate.clear()
+    async with AsyncClient(site.address, resume=POLICY) as client:
+        running: Any = (
+            client.generate([5, 6], **options("greedy"))
+            if call == "generate"
+            else client.batch([build_request([5, 6], options("greedy"))])
+        )
+
+        async def read() -> None:
+            async for _ in running:
+                pass
+
+        reading = asyncio.create_task(read())
+        stats = site.api.control_plane.cluster.stats
+        await until(lambda: stats().num_requests_live == 1, what="it is in")
+        running.cancel()
+        with pytest.raises(CancelledError):
+            await reading
+    await until(lambda: stats().num_requests_live == 0, what="it is gone")
+    site.worker.runner.gate.set()
+    await until(site.api.is_idle, what="blocks are free")
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+async def test_who_leaves_a_batch_frees_what_is_not_answered(site: Site, *, is_async: bool) -> None:
+    short: Any = {"max_tokens": 1}
+    endless: Any = {"max_tokens": 1500, "ignore_eos": True}
+    requests = [build_request([5], short), *(build_request([i], endless) for i in range(6, 12))]
+    may_leave = threading.Event()
+
+    def read() -> None:
+        with Client(site.address, resume=POLICY) as client, client.batch(requests) as batch:
+            next(batch)
+            may_leave.wait()
+
+    async def run() -> None:
+        async with (
+            AsyncClient(site.address, resume=POLICY) as client,
+            client.batch(requests) as batch,
+        ):
+            await anext(batch)
+            await asyncio.to_thread(may_leave.wait)
+
+    reading = asyncio.create_task(run() if is_async else asyncio.to_thread(read))
+    stats = site.api.control_plane.cluster.stats
+    await until(lambda: stats().num_requests_live == 6, what="one is answered")
+    site.worker.runner.gate.clear()
+    may_leave.set()
+    await reading
+    await until(lambda: stats().num_requests_live == 0, what="all are gone")
+    site.worker.runner.gate.set()
+    await until(site.api.is_idle, what="blocks are free")
 
 
 async def read_and_crash(site: Site, generation: AsyncGeneration) -> None:

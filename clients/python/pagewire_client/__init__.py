@@ -3,8 +3,8 @@
 Owns: the shape of calls in Python. Does not know: the server's insides; imports protos and grpc.
 """
 
-from pagewire_client.async_client import AsyncClient, AsyncGeneration
-from pagewire_client.client import Client, Generation
+from pagewire_client.async_client import AsyncBatch, AsyncClient, AsyncGeneration
+from pagewire_client.client import Batch, Client, Generation
 from pagewire_client.errors import (
     AbortedError,
     CancelledError,
@@ -34,8 +34,10 @@ from protos.tls_files import TlsFiles
 
 __all__ = [
     "AbortedError",
+    "AsyncBatch",
     "AsyncClient",
     "AsyncGeneration",
+    "Batch",
     "BatchResult",
     "CancelledError",
     "Chunk",

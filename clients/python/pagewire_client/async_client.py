@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
 import grpc.aio
 
-from pagewire_client.batch import BatchLog
-from pagewire_client.errors import PagewireError, from_rpc_error
+from pagewire_client.batch import BatchLog, is_served
+from pagewire_client.errors import CancelledError, PagewireError, from_rpc_error
 from pagewire_client.options import (
     DEFAULT_SERVER,
     call_metadata,
@@ -26,11 +27,20 @@ from pagewire_client.requests import (
     build_tokenize_request,
 )
 from pagewire_client.results import BatchResult, Chunk, Completion, GenerationLog, Model, to_model
-from pagewire_client.resume import DEFAULT_RESUME, Outage, ResumePolicy
+from pagewire_client.resume import DEFAULT_RESUME, Outage, Reach, ResumePolicy
 from protos.pagewire.v1 import inference_pb2, inference_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping, Sequence
+    from collections.abc import (
+        AsyncGenerator,
+        AsyncIterator,
+        Callable,
+        Generator,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
     from protos.tls_files import TlsFiles
 
@@ -65,7 +75,7 @@ class AsyncGeneration:
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         while True:
             try:
-                with _errors(self._server):
+                with _errors(self._server, self._is_cancelled):
                     async for response in self._call:
                         chunks = self.log.add(response)
                         if chunks:
@@ -113,6 +123,104 @@ class AsyncGeneration:
         self.cancel()
 
 
+class AsyncBatch:
+    """A running batch: iterate over it, once, for results as they finish.
+
+    Leaving the `async with` block, or `cancel`, ends what is not answered and frees what it holds
+    on the server. After a break what is not answered is sent again over a new stream, as the
+    client's `ResumePolicy` says.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[Iterator[inference_pb2.GenerateBatchRequest], float | None], Any],
+        log: BatchLog,
+        *,
+        server: str,
+        outage: Outage,
+        reach: Reach,
+    ) -> None:
+        self._start = start
+        self._log = log
+        self._server = server
+        self._outage = outage
+        self._reach = reach
+        self._is_cancelled = asyncio.Event()
+        self._call: Any = None
+        self._results = self._run()
+
+    @property
+    def num_resumes(self) -> int:
+        """How often it went on over a new stream."""
+        return self._log.num_resumes
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> BatchResult:
+        return await anext(self._results)
+
+    async def _run(self) -> AsyncGenerator[BatchResult]:
+        log, outage, reach = self._log, self._outage, self._reach
+        while True:
+            broken: PagewireError | None = None
+            call = self._call = self._start(log.messages(), outage.remaining_s())
+            served_since: float | None = None
+            try:
+                with _errors(self._server, self._is_cancelled):
+                    # Before any answer, which may be long in coming.
+                    if is_served(await call.initial_metadata()):
+                        reach.is_known = True
+                        served_since = time.monotonic()
+                    async for response in call:
+                        reach.is_known = True
+                        result = log.result(response)
+                        if isinstance(result, PagewireError):
+                            broken = result
+                        else:
+                            outage.over()
+                            yield result
+                if broken is None or not log.has_unanswered:
+                    return
+            except PagewireError as error:
+                broken = error
+            finally:
+                call.cancel()
+            if served_since is not None:
+                outage.stood(time.monotonic() - served_since)
+            await self._pause(broken)
+
+    async def _pause(self, broken: PagewireError) -> None:
+        """Wait before the next attempt, or raise what ended the last one."""
+        pause_s = self._outage.pause_s(broken, has_begun=self._reach.is_known, has_tokens=True)
+        if pause_s is None or self._is_cancelled.is_set():
+            raise broken
+        try:
+            # Waits for the cancellation, so that it is heard at once.
+            async with asyncio.timeout(pause_s):
+                await self._is_cancelled.wait()
+        except TimeoutError:
+            return
+        raise broken
+
+    def cancel(self) -> None:
+        """End it: whoever iterates gets an error."""
+        self._is_cancelled.set()
+        if self._call is not None:
+            self._call.cancel()
+
+    async def aclose(self) -> None:
+        """End it, and the iteration with it."""
+        self.cancel()
+        await self._results.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
 class AsyncClient:
     """A connection to one server, for one event loop.
 
@@ -149,8 +257,7 @@ class AsyncClient:
         check_server(server, has_tls=tls is not None)
         self.server = server
         self._resume = resume
-        # An address at which nobody ever answered is a mistake, not an outage.
-        self._was_reached = False
+        self._reach = Reach()
         self._timeout_s = timeout_s
         self._metadata = call_metadata(token)
         options = channel_options(server)
@@ -189,49 +296,31 @@ class AsyncClient:
             outage=Outage(self._resume, self._timeout(timeout_s)),
         )
 
-    async def batch(
+    def batch(
         self,
         requests: Iterable[inference_pb2.GenerateRequest],
         *,
         timeout_s: float | None = None,
-    ) -> AsyncIterator[BatchResult]:
+    ) -> AsyncBatch:
         """Run many requests over one stream; results come as they finish.
 
-        After a break, what was not answered is sent again over a new stream; that needs a client
-        that the server has answered before.
+        After a break, what was not answered is sent again over a new stream; that needs a server
+        that has answered before.
 
         Args:
             requests: From `build_request`. Read as fast as the server takes them; those without an
                 id get one: "0", "1", ... in order.
             timeout_s: Limit of the whole batch.
         """
-        log = BatchLog(requests, resumes=self._resume is not None)
-        outage = Outage(self._resume, self._timeout(timeout_s))
-        while True:
-            broken: PagewireError | None = None
-            call = self._stub.GenerateBatch(
-                log.messages(), timeout=outage.remaining_s(), metadata=self._metadata
-            )
-            try:
-                with self._answered():
-                    async for response in call:
-                        self._was_reached = True
-                        result = log.result(response)
-                        if isinstance(result, PagewireError):
-                            broken = result
-                        else:
-                            outage.over()
-                            yield result
-                if broken is None or not log.has_unanswered:
-                    return
-            except PagewireError as error:
-                broken = error
-            finally:
-                call.cancel()
-            pause_s = outage.pause_s(broken, has_begun=self._was_reached, has_tokens=True)
-            if pause_s is None:
-                raise broken
-            await asyncio.sleep(pause_s)
+        return AsyncBatch(
+            lambda messages, timeout_s: self._stub.GenerateBatch(
+                messages, timeout=timeout_s, metadata=self._metadata
+            ),
+            BatchLog(requests, resumes=self._resume is not None),
+            server=self.server,
+            outage=Outage(self._resume, self._timeout(timeout_s)),
+            reach=self._reach,
+        )
 
     async def tokenize(
         self,
@@ -295,15 +384,29 @@ class AsyncClient:
     def _answered(self) -> Generator[None]:
         with _errors(self.server):
             yield
-            self._was_reached = True
+            self._reach.is_known = True
 
     def _timeout(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout_s
 
 
 @contextlib.contextmanager
-def _errors(server: str) -> Generator[None]:
+def _errors(server: str, is_cancelled: asyncio.Event | None = None) -> Generator[None]:
+    """Errors of a call as ours.
+
+    Args:
+        server: Its address.
+        is_cancelled: Set when the call was cancelled by name, from whatever task.
+    """
     try:
         yield
     except grpc.RpcError as error:
         raise from_rpc_error(error, server=server) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if is_cancelled is None or not is_cancelled.is_set() or (task and task.cancelling()):
+            raise
+        # grpc raises this in whoever reads, whose task nobody has cancelled.
+        raise CancelledError(
+            "The call was cancelled on this side.", code=grpc.StatusCode.CANCELLED
+        ) from None

@@ -1,6 +1,7 @@
 """The book-keeping of one batch over all its streams, the same for both clients.
 
-Owns: ids, what is not answered yet and is sent again after a break. Does not know: calls, pauses.
+Owns: ids, what is not answered yet and is sent again after a break, what a server says of a stream
+before any answer. Does not know: calls, pauses.
 """
 
 from __future__ import annotations
@@ -17,9 +18,22 @@ from protos.pagewire.v1 import inference_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from typing import Any
 
 # The server goes away and has not run the request to its end: not an answer to pass on.
 _SHUTTING_DOWN = "SHUTTING_DOWN"
+# What was taken before a break was not too much then; now everybody comes back at once.
+_OVERLOADED = "OVERLOADED"
+# Comes before any answer, in the header of a stream that a Pagewire server has begun to serve.
+_STREAM_HEADER = "pagewire-stream"
+
+
+def is_served(initial_metadata: Any) -> bool:
+    """Whether the header of a stream comes from a server that reads it.
+
+    A call that reached nobody, or that was refused, has none.
+    """
+    return any(key == _STREAM_HEADER for key, _ in initial_metadata or ())
 
 
 class BatchLog:
@@ -41,19 +55,30 @@ class BatchLog:
         self._reading = threading.Lock()
         self._state = threading.Lock()
         self._attempt = 0
+        self._is_leaving = False
         self._unanswered: list[inference_pb2.GenerateBatchRequest] = []
         self._to_send: deque[inference_pb2.GenerateBatchRequest] = deque()
+        self._sent_before = set[str]()
 
     @property
     def has_unanswered(self) -> bool:
         return bool(self._unanswered)
 
+    @property
+    def num_resumes(self) -> int:
+        """Streams after the first one."""
+        return max(0, self._attempt - 1)
+
     def messages(self) -> Iterator[inference_pb2.GenerateBatchRequest]:
         """The messages of the next stream: what is unanswered first, then what the caller has."""
         with self._state:
             self._attempt += 1
-            self._to_send = deque(self._unanswered)
-        for message in self._to_send:
+            self._is_leaving = False
+            # What the thread of the stream before may still bring was never sent.
+            sent_before = list(self._unanswered)
+            self._to_send = deque(sent_before)
+            self._sent_before = {message.request.request_id for message in sent_before}
+        for message in sent_before:
             if not message.request.resume:
                 # Whatever of it still runs at a server is replaced.
                 message.request.resume.add(index=0)
@@ -65,7 +90,7 @@ class BatchLog:
         error = None
         if response.WhichOneof("result") == "error":
             error = from_status(response.error)
-            if self._resumes and error.reason == _SHUTTING_DOWN:
+            if self._resumes and self._comes_again(request_id, error):
                 return error
         with self._state:
             for i, message in enumerate(self._unanswered):
@@ -80,6 +105,13 @@ class BatchLog:
         log.request_id = own_id
         return BatchResult(own_id, log.completion(), None)
 
+    def _comes_again(self, request_id: str, error: PagewireError) -> bool:
+        if error.reason == _SHUTTING_DOWN:
+            # It would say so to all others too, and the caller has them until they are sent.
+            self._is_leaving = True
+            return True
+        return error.reason == _OVERLOADED and request_id in self._sent_before
+
     def _feed(self, attempt: int) -> Iterator[inference_pb2.GenerateBatchRequest]:
         while True:
             with self._reading:
@@ -90,7 +122,7 @@ class BatchLog:
 
     def _next(self, attempt: int) -> inference_pb2.GenerateBatchRequest | None:
         with self._state:
-            if attempt != self._attempt:
+            if attempt != self._attempt or self._is_leaving:
                 return None
             if self._to_send:
                 return self._to_send.popleft()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
 
-from pagewire_client.batch import BatchLog
+from pagewire_client.batch import BatchLog, is_served
 from pagewire_client.errors import PagewireError, from_rpc_error
 from pagewire_client.options import (
     DEFAULT_SERVER,
@@ -26,7 +26,7 @@ from pagewire_client.requests import (
     build_tokenize_request,
 )
 from pagewire_client.results import BatchResult, Chunk, Completion, GenerationLog, Model, to_model
-from pagewire_client.resume import DEFAULT_RESUME, Outage, ResumePolicy
+from pagewire_client.resume import DEFAULT_RESUME, Outage, Reach, ResumePolicy
 from protos.pagewire.v1 import inference_pb2, inference_pb2_grpc
 
 if TYPE_CHECKING:
@@ -108,6 +108,92 @@ class Generation:
         self.cancel()
 
 
+class Batch:
+    """A running batch: iterate over it, once, for results as they finish.
+
+    Leaving the `with` block, or `cancel`, ends what is not answered and frees what it holds on the
+    server. After a break what is not answered is sent again over a new stream, as the client's
+    `ResumePolicy` says.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[Iterator[inference_pb2.GenerateBatchRequest], float | None], Any],
+        log: BatchLog,
+        *,
+        server: str,
+        outage: Outage,
+        reach: Reach,
+    ) -> None:
+        self._start = start
+        self._log = log
+        self._server = server
+        self._outage = outage
+        self._reach = reach
+        self._is_cancelled = threading.Event()
+        self._call: Any = None
+        self._results = self._run()
+
+    @property
+    def num_resumes(self) -> int:
+        """How often it went on over a new stream."""
+        return self._log.num_resumes
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> BatchResult:
+        return next(self._results)
+
+    def _run(self) -> Generator[BatchResult]:
+        log, outage, reach = self._log, self._outage, self._reach
+        while True:
+            broken: PagewireError | None = None
+            call = self._call = self._start(log.messages(), outage.remaining_s())
+            if self._is_cancelled.is_set():
+                call.cancel()
+            served_since: float | None = None
+            try:
+                with _errors(self._server):
+                    # Before any answer, which may be long in coming.
+                    if is_served(call.initial_metadata()):
+                        reach.is_known = True
+                        served_since = time.monotonic()
+                    for response in call:
+                        reach.is_known = True
+                        result = log.result(response)
+                        if isinstance(result, PagewireError):
+                            broken = result
+                        else:
+                            outage.over()
+                            yield result
+                if broken is None or not log.has_unanswered:
+                    return
+            except PagewireError as error:
+                broken = error
+            finally:
+                call.cancel()
+            if served_since is not None:
+                outage.stood(time.monotonic() - served_since)
+            pause_s = outage.pause_s(broken, has_begun=reach.is_known, has_tokens=True)
+            # Waits for the cancellation, so that it is heard at once.
+            if pause_s is None or self._is_cancelled.wait(pause_s):
+                raise broken
+
+    def cancel(self) -> None:
+        """End it, from any thread: whoever iterates gets an error."""
+        self._is_cancelled.set()
+        if (call := self._call) is not None:
+            call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+        self._results.close()
+
+
 class Client:
     """A connection to one server. Safe to use from several threads.
 
@@ -144,8 +230,7 @@ class Client:
         check_server(server, has_tls=tls is not None)
         self.server = server
         self._resume = resume
-        # An address at which nobody ever answered is a mistake, not an outage.
-        self._was_reached = False
+        self._reach = Reach()
         self._timeout_s = timeout_s
         self._metadata = call_metadata(token)
         options = channel_options(server)
@@ -189,44 +274,26 @@ class Client:
         requests: Iterable[inference_pb2.GenerateRequest],
         *,
         timeout_s: float | None = None,
-    ) -> Iterator[BatchResult]:
+    ) -> Batch:
         """Run many requests over one stream; results come as they finish.
 
-        After a break, what was not answered is sent again over a new stream; that needs a client
-        that the server has answered before.
+        After a break, what was not answered is sent again over a new stream; that needs a server
+        that has answered before.
 
         Args:
             requests: From `build_request`. Read as fast as the server takes them; those without an
                 id get one: "0", "1", ... in order.
             timeout_s: Limit of the whole batch.
         """
-        log = BatchLog(requests, resumes=self._resume is not None)
-        outage = Outage(self._resume, self._timeout(timeout_s))
-        while True:
-            broken: PagewireError | None = None
-            call = self._stub.GenerateBatch(
-                log.messages(), timeout=outage.remaining_s(), metadata=self._metadata
-            )
-            try:
-                with self._answered():
-                    for response in call:
-                        self._was_reached = True
-                        result = log.result(response)
-                        if isinstance(result, PagewireError):
-                            broken = result
-                        else:
-                            outage.over()
-                            yield result
-                if broken is None or not log.has_unanswered:
-                    return
-            except PagewireError as error:
-                broken = error
-            finally:
-                call.cancel()
-            pause_s = outage.pause_s(broken, has_begun=self._was_reached, has_tokens=True)
-            if pause_s is None:
-                raise broken
-            time.sleep(pause_s)
+        return Batch(
+            lambda messages, timeout_s: self._stub.GenerateBatch(
+                messages, timeout=timeout_s, metadata=self._metadata
+            ),
+            BatchLog(requests, resumes=self._resume is not None),
+            server=self.server,
+            outage=Outage(self._resume, self._timeout(timeout_s)),
+            reach=self._reach,
+        )
 
     def tokenize(
         self,
@@ -289,7 +356,7 @@ class Client:
     def _answered(self) -> Generator[None]:
         with _errors(self.server):
             yield
-            self._was_reached = True
+            self._reach.is_known = True
 
     def _timeout(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout_s

@@ -51,6 +51,13 @@ class ResumePolicy:
 DEFAULT_RESUME = ResumePolicy()
 
 
+@dataclass(slots=True)
+class Reach:
+    """Whether anybody ever answered at an address: where nobody did is a mistake, not an outage."""
+
+    is_known: bool = False
+
+
 class Outage:
     """The attempts of one call: whether to try again, and after how long."""
 
@@ -64,6 +71,14 @@ class Outage:
         """Something came: the next break is a new outage."""
         self._since = None
         self._num_attempts = 0
+
+    def stood(self, seconds: float) -> None:
+        """Leave out the time in which the server had the call and nothing came yet.
+
+        The pauses between such times add up.
+        """
+        if self._since is not None:
+            self._since += seconds
 
     def remaining_s(self) -> float | None:
         """What is left of the call's own timeout, for the next attempt."""

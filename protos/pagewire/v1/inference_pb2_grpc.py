@@ -81,7 +81,8 @@ class InferenceServiceServicer(object):
     def GenerateBatch(self, request_iterator, context):
         """Runs many requests over one stream. The server reads no further request while `batch_window`
         of them are unfinished or unread, so HTTP/2 flow control pushes back on the sender. Errors are
-        per request, inside the responses. Half-close ends the stream after the last response.
+        per request, inside the responses. Half-close ends the stream after the last response. The header
+        `pagewire-stream` comes as soon as the stream is served.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
