@@ -17,18 +17,21 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
     from pathlib import Path
 
+    from control_plane.model_catalog import CatalogModel
+
 pb = inference_pb2
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 SECRET = "zanzibar cormorant"
 
 
 @pytest.fixture(scope="module")
-def model(model_dir: Path) -> Any:
+def model(model_dir: Path) -> CatalogModel:
+    """One of its own: tests below put something else into its tokenizer for a while."""
     return load_catalog_model(model_dir)
 
 
 @pytest.fixture
-async def api(model: Any, model_dir: Path) -> AsyncGenerator[Api]:
+async def api(model: CatalogModel, model_dir: Path) -> AsyncGenerator[Api]:
     async with running_api(model, model_dir) as api, api.ready_worker():
         yield api
 
@@ -250,7 +253,9 @@ async def test_bytes_that_are_no_message_are_refused(api: Api) -> None:
         assert (code, info.metadata["field"]) == (INVALID, "message")
 
 
-async def test_a_template_refuses_with_its_own_message(model: Any, model_dir: Path) -> None:
+async def test_a_template_refuses_with_its_own_message(
+    model: CatalogModel, model_dir: Path
+) -> None:
     async with running_api(model, model_dir) as api:
         tokenizer = api.model.tokenizer
         template = tokenizer._tokenizer.chat_template

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from api_harness import Api, load_catalog_model, running_api, until
+from api_harness import Api, running_api, until
 from pagewire_client import DuplicateRequestError, InvalidRequestError, build_request
 
 from control_plane.service_limits import ServiceLimits
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 
 WINDOW = 4
 GREEDY: Any = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def model(model_dir: Path) -> CatalogModel:
-    return load_catalog_model(model_dir)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from api_harness import Api, load_catalog_model, running_api
+from api_harness import Api, running_api
 from pagewire_client import Client, InvalidRequestError, build_request
 from pagewire_client.cli import main
 
@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from control_plane.model_catalog import CatalogModel
 
 GREEDY: Any = {"max_tokens": 8, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def model(model_dir: Path) -> CatalogModel:
-    return load_catalog_model(model_dir)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from api_harness import load_catalog_model, read_all, running_api, until
+from api_harness import read_all, running_api, until
 
 from control_plane import generation, metrics
 from control_plane.cluster_config import ClusterConfig
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 pb = inference_pb2
 NUM_CALLS = 4000
 MAX_QUEUED = 50
-
-
-@pytest.fixture(scope="module")
-def model(model_dir: Path) -> CatalogModel:
-    return load_catalog_model(model_dir)
 
 
 async def test_a_burst_of_calls_is_taken_or_refused_as_overload(

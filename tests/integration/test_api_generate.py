@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
-from api_harness import Api, load_catalog_model, running_api
+from api_harness import Api, running_api
 from pagewire_client import build_request
 
 from protos.pagewire.v1 import inference_pb2
@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from control_plane.model_catalog import CatalogModel
 
 STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
-
-
-@pytest.fixture(scope="module")
-def model(model_dir: Path) -> CatalogModel:
-    return load_catalog_model(model_dir)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from api_harness import Api, load_catalog_model, running_api, until
+from api_harness import Api, running_api, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from pagewire_client import AsyncClient, InvalidRequestError
@@ -31,11 +31,6 @@ if TYPE_CHECKING:
 
 TOKEN = "alice-0123456789abcdef"
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-
-
-@pytest.fixture(scope="module")
-def model(model_dir: Path) -> CatalogModel:
-    return load_catalog_model(model_dir)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from api_harness import Api, load_catalog_model, running_api
+from api_harness import Api, running_api
 from pagewire_client import errors
 
 from control_plane import prompt_encoder
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
     from pathlib import Path
 
+    from control_plane.model_catalog import CatalogModel
+
 pb = inference_pb2
 MAX_MODEL_LEN = 8192
 MANY = 1_000_000
@@ -24,13 +26,8 @@ MANY = 1_000_000
 BAD_ID = 1 << 30
 
 
-@pytest.fixture(scope="module")
-def model(model_dir: Path) -> Any:
-    return load_catalog_model(model_dir)
-
-
 @pytest.fixture
-async def api(model: Any, model_dir: Path) -> AsyncGenerator[Api]:
+async def api(model: CatalogModel, model_dir: Path) -> AsyncGenerator[Api]:
     async with running_api(model, model_dir) as api, api.ready_worker():
         yield api
 

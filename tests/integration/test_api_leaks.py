@@ -12,9 +12,8 @@ import struct
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import redis.asyncio
-from api_harness import Api, load_catalog_model, running_api, until
+from api_harness import Api, running_api, until
 from pagewire_client import AsyncClient, PagewireError, build_request
 from valkey_process import ValkeyProcess
 
@@ -23,6 +22,8 @@ from control_plane.security_config import SecurityConfig
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import pytest
+
     from control_plane.model_catalog import CatalogModel
 
 ALICE, WORKER = "alice-0123456789abcdef", "worker-0123456789abcdef"
@@ -30,11 +31,6 @@ SECRET = "xyzzyplugh"
 PROMPT = f"The password of the vault is {SECRET} and nobody else may know. " * 20
 SALT = "saltofalice"
 GREEDY: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def model(model_dir: Path) -> CatalogModel:
-    return load_catalog_model(model_dir)
 
 
 async def refusals(client: AsyncClient, prompt_ids: list[int]) -> list[str]:

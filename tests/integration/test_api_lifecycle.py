@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from api_harness import Api, load_catalog_model, read_all, running_api, until
+from api_harness import Api, read_all, running_api, until
 from pagewire_client import (
     AbortedError,
     AsyncClient,
@@ -31,11 +31,6 @@ if TYPE_CHECKING:
     from control_plane.model_catalog import CatalogModel
 
 LONG: dict[str, Any] = {"max_tokens": 2000, "temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def model(model_dir: Path) -> CatalogModel:
-    return load_catalog_model(model_dir)
 
 
 @pytest.fixture

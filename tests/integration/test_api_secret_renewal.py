@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from api_harness import Api, load_catalog_model, running_api, until
+from api_harness import Api, running_api, until
 from grpc_status import rpc_status
 from pagewire_client import AsyncClient, TlsFiles, UnavailableError, build_request
 from tls_helpers import Pki, make_pki
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
 PROMPT = list(range(100, 130))
-
-
-@pytest.fixture(scope="module")
-def model(model_dir: Path) -> CatalogModel:
-    return load_catalog_model(model_dir)
 
 
 @pytest.fixture

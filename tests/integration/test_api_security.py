@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from api_harness import Api, load_catalog_model, running_api, until
+from api_harness import Api, running_api, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 from pagewire_client import (
@@ -38,11 +38,6 @@ ALICE, BOB, WORKER = "alice-0123456789abcdef", "bob-0123456789abcdef", "worker-0
 PROMPT = list(range(100, 180))
 SHORT: dict[str, Any] = {"max_tokens": 3, "temperature": 0, "ignore_eos": True}
 LONG: dict[str, Any] = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def model(model_dir: Path) -> CatalogModel:
-    return load_catalog_model(model_dir)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from api_harness import Api, load_catalog_model, running_api, until
+from api_harness import Api, running_api, until
 from fake_worker import FakeWorker
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -33,11 +33,6 @@ if TYPE_CHECKING:
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def model(model_dir: Path) -> CatalogModel:
-    return load_catalog_model(model_dir)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from api_harness import MODEL, Api, load_catalog_model, running_api, until
+from api_harness import MODEL, Api, running_api, until
 from pagewire_client.bench.calls import Access
 from pagewire_client.bench.config import BenchConfig
 from pagewire_client.bench.load import Load
@@ -35,16 +35,11 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def catalog(model_dir: Path) -> CatalogModel:
-    return load_catalog_model(model_dir)
-
-
 @pytest.fixture
-async def api(catalog: CatalogModel, model_dir: Path) -> AsyncIterator[Api]:
+async def api(model: CatalogModel, model_dir: Path) -> AsyncIterator[Api]:
     """Two workers that take a millisecond per step."""
     async with (
-        running_api(catalog, model_dir) as api,
+        running_api(model, model_dir) as api,
         simulated_workers(api, model_dir, "1ms", count=2),
     ):
         yield api
@@ -158,10 +153,10 @@ async def test_errors_are_counted_by_the_servers_reason(api: Api) -> None:
 
 
 async def test_a_server_that_vanishes_is_an_error_of_each_request(
-    catalog: CatalogModel, model_dir: Path
+    model: CatalogModel, model_dir: Path
 ) -> None:
     cluster = ClusterConfig(term_gather_s=0.01, replica_wait_s=0.05)
-    async with running_api(catalog, model_dir, cluster=cluster) as api:
+    async with running_api(model, model_dir, cluster=cluster) as api:
         outcome = await load(api, num_requests=4, warmup=0).run()
         assert {r.reason for r in outcome.records} == {"NO_REPLICA"}
         gone = load(api, num_requests=4, warmup=0)
@@ -171,10 +166,10 @@ async def test_a_server_that_vanishes_is_an_error_of_each_request(
 
 
 async def test_a_run_ends_after_its_duration_and_gives_up_what_does_not_end(
-    catalog: CatalogModel, model_dir: Path
+    model: CatalogModel, model_dir: Path
 ) -> None:
     async with (
-        running_api(catalog, model_dir) as api,
+        running_api(model, model_dir) as api,
         simulated_workers(api, model_dir, "100ms"),
     ):
         bench = load(
@@ -224,7 +219,7 @@ async def test_several_processes_share_a_run_and_write_one_result(api: Api, tmp_
 
 
 async def test_every_process_brings_certificates_and_token(
-    catalog: CatalogModel, model_dir: Path, tmp_path: Path
+    model: CatalogModel, model_dir: Path, tmp_path: Path
 ) -> None:
     pki = make_pki(tmp_path)
     tokens = tmp_path / "tokens"
@@ -236,7 +231,7 @@ async def test_every_process_brings_certificates_and_token(
     )
     # Workers dial their own port, which is open here.
     async with (
-        running_api(catalog, model_dir, security=security) as api,
+        running_api(model, model_dir, security=security) as api,
         simulated_workers(api, model_dir, "1ms"),
     ):
         arguments = f"--token-file {token} --requests 8 --concurrency 4 --processes 2 "
@@ -253,10 +248,10 @@ async def test_every_process_brings_certificates_and_token(
 
 @pytest.mark.parametrize("processes", [1, 2])
 async def test_ctrl_c_shows_what_there_is(
-    catalog: CatalogModel, model_dir: Path, processes: int
+    model: CatalogModel, model_dir: Path, processes: int
 ) -> None:
     async with (
-        running_api(catalog, model_dir) as api,
+        running_api(model, model_dir) as api,
         simulated_workers(api, model_dir, "20ms"),
     ):
         arguments = "--requests 100000 --concurrency 4 --warmup 0 --output-len 40 --prompt-len 8"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import trustme
-from api_harness import Api, load_catalog_model, running_api
+from api_harness import Api, running_api
 from pagewire_client import AsyncClient, Chunk, Client, TlsFiles
 from pagewire_client import cli as command
 
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from control_plane.model_catalog import CatalogModel
-
-
-@pytest.fixture(scope="module")
-def model(model_dir: Path) -> CatalogModel:
-    return load_catalog_model(model_dir)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from api_harness import Api, load_catalog_model, running_api
+from api_harness import Api, running_api
 from tls_helpers import make_pki
 
 from control_plane import metrics
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from control_plane.model_catalog import CatalogModel
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def model(model_dir: Path) -> CatalogModel:
-    return load_catalog_model(model_dir)
 
 
 def health_check(port: int) -> list[str]:

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from api_harness import MODEL, Api, load_catalog_model, running_api, until
+from api_harness import MODEL, Api, running_api, until
 from pagewire_client import build_request
 
 if TYPE_CHECKING:
@@ -31,11 +31,6 @@ _MAIN = (
     "sys.exit(main())\n"
 )
 PROMPTS = [[100 + i, 200 + i, 300, 400, 500 + i] for i in range(12)]
-
-
-@pytest.fixture(scope="module")
-def catalog(model_dir: Path) -> CatalogModel:
-    return load_catalog_model(model_dir)
 
 
 @contextlib.asynccontextmanager
@@ -59,8 +54,8 @@ async def simulated(
 
 
 @contextlib.asynccontextmanager
-async def running(catalog: CatalogModel, model_dir: Path) -> AsyncGenerator[Api]:
-    async with running_api(catalog, model_dir) as api:
+async def running(model: CatalogModel, model_dir: Path) -> AsyncGenerator[Api]:
+    async with running_api(model, model_dir) as api:
         yield api
 
 
@@ -86,9 +81,9 @@ async def answers(api: Api, *, temperature: float) -> list[tuple[list[int], str,
 
 
 async def test_simulated_workers_serve_words_and_leave_in_order(
-    catalog: CatalogModel, model_dir: Path
+    model: CatalogModel, model_dir: Path
 ) -> None:
-    async with running(catalog, model_dir) as api:
+    async with running(model, model_dir) as api:
         arguments = ("--simulate", "h200-0.6b", "--simulate-workers", "3")
         async with simulated(api, model_dir, "sim", *arguments) as process:
             await ready(api, 3)
@@ -113,9 +108,9 @@ async def test_simulated_workers_serve_words_and_leave_in_order(
 
 
 async def test_a_killed_simulated_worker_costs_no_token_and_doubles_none(
-    catalog: CatalogModel, model_dir: Path
+    model: CatalogModel, model_dir: Path
 ) -> None:
-    async with running(catalog, model_dir) as api:
+    async with running(model, model_dir) as api:
         arguments = ("--simulate", "20ms")
         async with simulated(api, model_dir, "a", *arguments) as first:
             await ready(api, 1)
