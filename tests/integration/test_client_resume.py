@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from api_harness import Api, load_catalog_model, running_api, until
+from api_harness import Api, running_api, until
 from pagewire_client import (
     AsyncClient,
     CancelledError,
@@ -46,11 +46,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "unseeded": {"temperature": 1},
 }
 POLICY = ResumePolicy(limit_s=30.0, backoff_min_s=0.01, backoff_max_s=0.1)
-
-
-@pytest.fixture(scope="module")
-def model(model_dir: Path) -> CatalogModel:
-    return load_catalog_model(model_dir)
 
 
 class Site:

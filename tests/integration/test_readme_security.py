@@ -8,14 +8,18 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from api_harness import load_catalog_model, running_api
+from api_harness import running_api
 from pagewire_client.cli import main as pagewire
 
 from control_plane.config import parse_args as control_plane_flags
 from data_plane.config import parse_args as worker_flags
 from data_plane.config import read_token
+
+if TYPE_CHECKING:
+    from control_plane.model_catalog import CatalogModel
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,6 +40,7 @@ def example() -> tuple[str, list[list[str]]]:
     reason="the example itself needs openssl and bash; TLS is tested in test_api_security.py",
 )
 async def test_the_security_example_of_the_readme_works(
+    model: CatalogModel,
     model_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -62,7 +67,6 @@ async def test_the_security_example_of_the_readme_works(
     config, worker_config = control_plane_flags(control), worker_flags(worker)
     assert worker_config.tls is not None
     assert worker_config.token_file is not None
-    model = load_catalog_model(model_dir)
     async with (
         running_api(model, model_dir, security=config.security) as api,
         api.ready_worker(tls=worker_config.tls.read(), token=read_token(worker_config.token_file)),
