@@ -121,7 +121,7 @@ class PlanDraft:
         row = new_row.row
         self._require_free("added_rows.row", row)
         ids = new_row.block_ids
-        if np.unique(ids).size != ids.size:
+        if len(set(ids.tolist())) != ids.size:
             raise PlanRefused(
                 Refusal.BLOCK_IN_USE,
                 f"row {row} starts with the same block twice in its table",

@@ -180,7 +180,9 @@ def _check_tables(
     # block stands in their place, which nobody holds.
     one_entry = num_new == 1
     if draft.new_tables:
-        one_entry &= ~np.isin(rows, np.fromiter(draft.new_tables, np.int64))
+        is_new = np.zeros(state.occupied.size, np.bool_)
+        is_new[list(draft.new_tables)] = True
+        one_entry &= ~is_new[rows]
     entries = draft.state.table[rows, np.where(one_entry, first, 0)]
     bad |= (draft.holders[entries] > 1) & one_entry
     for at in np.flatnonzero(~one_entry & (num_new > 0)).tolist():
