@@ -24,7 +24,8 @@ from control_plane.encoding_pool import EncodingPool
 from control_plane.generation import GenerationService
 from control_plane.health import HealthService
 from control_plane.inference_service import InferenceService
-from control_plane.metrics import Metrics, MetricsServer
+from control_plane.metrics import Metrics
+from control_plane.metrics_server import MetricsServer
 from control_plane.port_options import public_options, worker_options
 from control_plane.port_security import PortSecurity
 from control_plane.prefix_store import open_prefix_store

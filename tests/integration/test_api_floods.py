@@ -14,7 +14,7 @@ import grpc
 import pytest
 from api_harness import read_all, running_api, until
 
-from control_plane import generation, metrics
+from control_plane import generation, metrics_server
 from control_plane.cluster_config import ClusterConfig
 from protos.pagewire.v1 import inference_pb2
 
@@ -58,7 +58,7 @@ async def test_a_burst_of_calls_is_taken_or_refused_as_overload(
 async def test_idle_connections_to_the_metrics_port_are_few_and_end(
     model: CatalogModel, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "_IDLE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(metrics_server, "_IDLE_TIMEOUT_S", 0.5)
 
     def scrape(port: int) -> bytes:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
@@ -74,7 +74,7 @@ async def test_idle_connections_to_the_metrics_port_are_few_and_end(
             most = threading.active_count()
             # None of them says a word or hangs up, and yet their threads end.
             await until(lambda: threading.active_count() <= num_threads, what="threads end")
-            assert most <= num_threads + metrics._MAX_CONNECTIONS
+            assert most <= num_threads + metrics_server._MAX_CONNECTIONS
             text = await asyncio.to_thread(scrape, port)
         assert b"pagewire_term" in text
 

@@ -15,7 +15,7 @@ import pytest
 from api_harness import Api, running_api
 from tls_helpers import make_pki
 
-from control_plane import metrics
+from control_plane import metrics_server
 from control_plane.security_config import SecurityConfig
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ async def test_the_health_check_of_the_image_needs_neither_certificate_nor_token
 async def test_a_loop_that_does_not_answer_is_not_healthy(
     model: CatalogModel, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "_HEALTH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(metrics_server, "_HEALTH_TIMEOUT_S", 0.2)
     async with running_api(model, model_dir) as api:
         url = f"http://127.0.0.1:{api.control_plane.metrics_port}/healthz"
         with pytest.raises(urllib.error.HTTPError, match="503"):
