@@ -55,7 +55,8 @@ class MessageDecoder(Generic[_MessageT]):
         descriptor = cast("Descriptor", self._class.DESCRIPTOR)
         name = descriptor.full_name
         try:
-            found = _BadTextSearch().run(data, descriptor)
+            # A view: a copy for every level of a deep message would be a hundred times its size.
+            found = _BadTextSearch().run(memoryview(data), descriptor)
         except ValueError:
             found = None
         if found is None:
@@ -83,7 +84,9 @@ class _BadTextSearch:
     def __init__(self) -> None:
         self._num_fields = 0
 
-    def run(self, data: bytes, descriptor: Descriptor, depth: int = 0) -> tuple[str, int] | None:
+    def run(
+        self, data: memoryview, descriptor: Descriptor, depth: int = 0
+    ) -> tuple[str, int] | None:
         """Path and byte offset of the field.
 
         Raises:
@@ -101,7 +104,7 @@ class _BadTextSearch:
             name = f"{field.name}[{index}]" if field.is_repeated else field.name
             if field.type == FieldDescriptor.TYPE_STRING:
                 try:
-                    value.decode("utf-8")
+                    str(value, "utf-8")
                 except UnicodeDecodeError as error:
                     return name, error.start
             elif field.type == FieldDescriptor.TYPE_MESSAGE and field.message_type is not None:
@@ -110,7 +113,7 @@ class _BadTextSearch:
                     return f"{name}.{inner[0]}", inner[1]
         return None
 
-    def _chunks(self, data: bytes) -> Iterator[tuple[int, bytes]]:
+    def _chunks(self, data: memoryview) -> Iterator[tuple[int, memoryview]]:
         """Field number and bytes of every length-delimited field."""
         at = 0
         while at < len(data):
@@ -133,7 +136,7 @@ class _BadTextSearch:
                 raise ValueError(f"wire type {kind}")
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(data):
