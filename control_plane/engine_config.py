@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 # Workers queue what is ordered, and whoever is retried alone is watched for longer than that.
 MAX_LOOKAHEAD = 64
+# Leases travel as a number of nanoseconds, so none lasts for ever.
+MAX_LEASE_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,9 @@ class EngineConfig:
                 raise ValueError(
                     f"{name} must be in [0, {MAX_LOOKAHEAD}], got {getattr(self, name)}"
                 )
-        for name in ("lease_s", "step_timeout_s", "readiness_s"):
+        if not 0 < self.lease_s <= MAX_LEASE_S:
+            raise ValueError(f"lease_s must be in (0, {MAX_LEASE_S:g}], got {self.lease_s}")
+        for name in ("step_timeout_s", "readiness_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for name in ("adoption_wait_s", "audit_interval_s"):

@@ -24,6 +24,8 @@ _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 # Each has two threads and a connection; beyond this a process is short of both.
 MAX_SIMULATED_WORKERS = 256
+# The control plane is told how long a worker waits: a week is for ever, and can be told.
+MAX_GRACE_S = 604_800.0
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
@@ -156,8 +158,8 @@ class WorkerConfig:
             raise ValueError(
                 f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
-        if not self.grace_s >= 0:
-            raise ValueError(f"--grace-s must not be negative, got {self.grace_s}")
+        if not 0 <= self.grace_s <= MAX_GRACE_S:
+            raise ValueError(f"--grace-s must be in [0, {MAX_GRACE_S:g}], got {self.grace_s}")
         self._check_simulation()
 
     def _check_simulation(self) -> None:

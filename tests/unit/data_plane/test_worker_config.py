@@ -74,8 +74,8 @@ def test_malformed_size_is_refused(text: str) -> None:
         (["--max-model-len", "1"], "--max-model-len must be at least 2, got 1"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization must be in (0, 1]"),
-        (["--grace-s", "-1"], "--grace-s must not be negative, got -1.0"),
-        (["--grace-s", "nan"], "--grace-s must not be negative"),
+        (["--grace-s", "-1"], "--grace-s must be in [0, 604800], got -1.0"),
+        (["--grace-s", "nan"], "--grace-s must be in [0, 604800]"),
         (
             ["--max-num-seqs", "8", "--max-num-batched-tokens", "4"],
             "--max-num-batched-tokens (4) must be at least --max-num-seqs (8)",
