@@ -198,11 +198,23 @@ class WindowDetokenizer(Detokenizer):
         return self._num_decodable(shown) == len(shown)
 
     def spans(self) -> list[Span]:
+        # Released as they come by a copy: decoding all of them anew for each one would take the
+        # square of their number, and a client that resumes can bring a whole output at once.
+        copy = WindowDetokenizer(self._decoder)
+        copy._context, copy._base = self._context, self._base
         spans: list[Span] = []
-        for count in range(1, len(self._pending) + 1):
-            shown = self._shown(self._pending[:count])
-            decodable = self._num_decodable(shown)
-            spans.append(Span(len(self._text_of(shown[:decodable])), decodable == len(shown)))
+        span, num_released = Span(0, is_clean=True), 0
+        for token_id in self._pending:
+            copy._pending.append(token_id)
+            if token_id in self._decoder.byte_ids:
+                span = Span(span.num_chars, is_clean=False)
+            elif token_id not in self._decoder.hidden:
+                num_chars = num_released + len(copy.text())
+                span = Span(num_chars, copy.is_clean)
+                if span.is_clean:
+                    copy.release(len(copy._pending))
+                    num_released = num_chars
+            spans.append(span)
         return spans
 
     def release(self, count: int) -> None:
