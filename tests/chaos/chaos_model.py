@@ -20,14 +20,23 @@ MODEL_NAME = "chaos"
 MAX_MODEL_LEN = 2112
 EOS_TOKEN_ID = 2
 _WEIGHT_STD = 0.25
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ bos_token }}{{ message['role'] }}: {{ message['content'] }}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ bos_token }}assistant: {% endif %}"
+)
 
 
 def build_model(directory: Path) -> Path:
     """Save model and tokenizer as any checkpoint is; the same bytes every time."""
     tiny = byte_level()
     tokenizer: Any = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tiny.backend, eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
+        tokenizer_object=tiny.backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="<pad>",
     )
+    tokenizer.chat_template = _CHAT_TEMPLATE
     torch.manual_seed(7)
     config = transformers.LlamaConfig(
         vocab_size=tiny.vocab_size,

@@ -16,9 +16,9 @@ from chaos.chaos_system import CLIENT_LINKS, ChaosSystem, SystemConfig, undistur
 from chaos.fault_injector import FaultInjector
 from chaos.fault_schedule import FaultKind, FaultLane, ScheduleConfig, schedule
 from chaos.findings import Findings
-from chaos.load_requests import lane_requests, make_documents
+from chaos.load_requests import RequestKind, lane_requests, make_documents
 from chaos.streams import StreamLoad
-from chaos.verifier import Verifier
+from chaos.verifier import Tally, Verifier
 from chaos.warm_restart import WarmRestart, measure_warm_restart
 
 from demo.processes import ProcessDiedError
@@ -74,8 +74,7 @@ class ChaosReport:
     active_faults: Counter[FaultKind] | None = None
     ends: dict[str, int] = field(default_factory=dict[str, int])
     logged: dict[str, int] = field(default_factory=dict[str, int])
-    num_streams: int = 0
-    num_tokens: int = 0
+    tallies: dict[RequestKind, Tally] = field(default_factory=dict[RequestKind, Tally])
     num_ties: int = 0
     warm_restart: WarmRestart | None = None
 
@@ -134,7 +133,7 @@ class _Run:
             async with undisturbed.client() as answers:
                 verifier = Verifier(answers, model_dir, self._findings)
                 load = StreamLoad(self._findings, verifier.put, stall_limit_s=STALL_LIMIT_S)
-                injector = FaultInjector(system, load, self._findings)
+                injector = FaultInjector(system, load.calls, self._findings)
                 try:
                     await self._serve(system, undisturbed, verifier, load, injector)
                 finally:
@@ -155,7 +154,7 @@ class _Run:
             for coroutine in (
                 self._findings.wait(),
                 verifier.run(),
-                load.watch(),
+                load.calls.watch(),
                 self._watch_processes(system, undisturbed),
                 self._tell(verifier, load, injector),
             )
@@ -195,7 +194,7 @@ class _Run:
                 for lane in range(config.num_lanes)
             ]
             try:
-                await _until(lambda: load.num_active > 0, "the first tokens")
+                await _until(lambda: load.calls.num_active > 0, "the first tokens")
                 await injector.run(
                     [schedule(config.seed, lane, what) for lane in FaultLane],
                     most=config.max_faults_per_lane,
@@ -255,8 +254,8 @@ class _Run:
         while True:
             await asyncio.sleep(_PROGRESS_S)
             self._log(
-                f"{sum(injector.counts.values())} faults, {load.counts['complete']} streams "
-                f"complete, {verifier.num_tokens} tokens right, {verifier.num_waiting} streams "
+                f"{sum(injector.counts.values())} faults, {load.counts['complete']} requests "
+                f"complete, {verifier.num_tokens} tokens right, {verifier.num_waiting} requests "
                 f"to compare, {load.counts['resumes']} resumes"
             )
 
@@ -269,8 +268,7 @@ class _Run:
             self._findings.add("logged", line)
         report.faults, report.active_faults = injector.counts, injector.active_counts
         report.ends, report.logged = dict(load.counts), dict(system.logs.counts)
-        report.num_streams, report.num_tokens = verifier.num_streams, verifier.num_tokens
-        report.num_ties = verifier.num_ties
+        report.tallies, report.num_ties = verifier.tallies, verifier.num_ties
 
 
 async def _until(condition: Callable[[], bool], what: str) -> None:

@@ -17,11 +17,13 @@ class Finding:
         kind: "wrong", "lost", "doubled", "failed", "stalled", "died", "leaked" or "logged".
         text: What exactly, for people.
         position: The last fault that had begun in each lane.
+        request_kind: Of the request that it is about; empty: of none.
     """
 
     kind: str
     text: str
     position: str
+    request_kind: str = ""
 
     def __str__(self) -> str:
         return f"{self.kind} (after {self.position}): {self.text}"
@@ -39,8 +41,8 @@ class Findings:
         self.positions: dict[str, int] = {}
         self._any = asyncio.Event()
 
-    def add(self, kind: str, text: str) -> None:
-        self.items.append(Finding(kind, text, self.position))
+    def add(self, kind: str, text: str, *, request_kind: str = "") -> None:
+        self.items.append(Finding(kind, text, self.position, request_kind))
         self._any.set()
 
     @property
@@ -49,8 +51,11 @@ class Findings:
         numbers = ", ".join(f"{lane} {number}" for lane, number in self.positions.items())
         return f"fault {numbers}" if numbers else "no fault"
 
-    def count(self, kind: str) -> int:
-        return sum(item.kind == kind for item in self.items)
+    def count(self, kind: str, request_kind: str | None = None) -> int:
+        """How many of a kind, of any request or of those of one kind."""
+        return sum(
+            item.kind == kind and request_kind in (None, item.request_kind) for item in self.items
+        )
 
     @property
     def any(self) -> bool:

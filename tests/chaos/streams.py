@@ -1,6 +1,6 @@
-"""The load: lanes of streams through the resumable client, one request after the other each.
+"""The load: lanes of streams and batches through the client, one after the other each.
 
-Owns: what each stream received, how it ended, and whether that end is one that may be. Does not
+Owns: what each request received, how it ended, and whether that end is one that may be. Does not
 know: which tokens are right (the verifier does), faults.
 """
 
@@ -12,6 +12,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from chaos.live_calls import LiveCalls
+from chaos.load_requests import PlannedBatch, PlannedRequest
 from pagewire_client import (
     CancelledError,
     DeadlineError,
@@ -26,28 +28,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from chaos.findings import Findings
-    from chaos.load_requests import PlannedRequest
-    from pagewire_client import AsyncClient, AsyncGeneration, Usage
+    from chaos.live_calls import LiveCall
+    from pagewire_client import AsyncClient, AsyncGeneration, BatchResult, Chunk, Usage
 
-# Faults that may each lose a worker, in the life of one request at the server: a third one would
-# rightly end it with REPLAY_LIMIT.
-_MAX_EXPOSURE = 2
-# A third of what clients wait for news before they give up.
-_SERVED_WITHIN_S = 20.0
 _DOOR_PAUSE_S = 0.2
-_LOOK_S = 1.0
 
 
 @dataclass(slots=True)
 class StreamRecord:
-    """What one stream received.
+    """What one request received.
 
     Attributes:
         request: What was asked.
         positions: The last faults before its beginning and its end.
         finish_reason: None if it did not get to its end.
         stop_string: That ended it.
-        prompt_token_ids: Filled in when they are needed.
+        resumed_at: Of each continuation, how many ids and characters were there before it.
+        num_resumes: Of its call; of a batch, until its answer came.
     """
 
     request: PlannedRequest
@@ -58,6 +55,7 @@ class StreamRecord:
     finish_reason: str | None = None
     stop_string: str | None = None
     usage: Usage | None = None
+    resumed_at: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     num_resumes: int = 0
 
     @property
@@ -65,24 +63,12 @@ class StreamRecord:
         return self.finish_reason is not None
 
 
-@dataclass(eq=False, slots=True)
-class _Live:
-    """A stream under way."""
-
-    request: PlannedRequest
-    generation: AsyncGeneration
-    record: StreamRecord
-    last_news_s: float
-    exposure: int = 0
-    exposed_resumes: int = 0
-
-
 class StreamLoad:
     """All lanes.
 
     Attributes:
+        calls: Those under way.
         counts: Ends by name, and resumes, replays, cached tokens.
-        num_tokens: Received so far.
     """
 
     def __init__(
@@ -96,116 +82,165 @@ class StreamLoad:
 
         Args:
             findings: Where bad ends go.
-            on_end: Gets every stream that received something, in whatever way it ended.
-            stall_limit_s: Without news for longer, a stream counts as stalled.
+            on_end: Gets every request that received something, in whatever way it ended.
+            stall_limit_s: Without news for longer, a call counts as stalled.
         """
         self.counts: Counter[str] = Counter()
-        self.num_tokens = 0
+        self.calls = LiveCalls(findings, stall_limit_s=stall_limit_s)
         self._findings = findings
         self._on_end = on_end
-        self._stall_limit_s = stall_limit_s
-        self._live: set[_Live] = set()
         self._is_closing = False
-
-    # For the faults.
-
-    @property
-    def num_active(self) -> int:
-        return sum(bool(live.record.token_ids) for live in self._live)
-
-    def may_lose_a_worker(self) -> bool:
-        return all(self._exposure(live) < _MAX_EXPOSURE for live in self._live)
-
-    def is_served(self) -> bool:
-        oldest = time.monotonic() - _SERVED_WITHIN_S
-        return all(live.last_news_s > oldest for live in self._live)
-
-    def note_loss(self) -> None:
-        for live in self._live:
-            live.exposure = self._exposure(live) + 1
-
-    def _exposure(self, live: _Live) -> int:
-        if live.exposed_resumes != live.generation.num_resumes:
-            # A new request to the server, which has lost nothing yet.
-            live.exposed_resumes, live.exposure = live.generation.num_resumes, 0
-        return live.exposure
-
-    # Lanes.
 
     def close(self) -> None:
         """Begin nothing new."""
         self._is_closing = True
 
     async def run_lane(
-        self, client: AsyncClient, requests: Iterator[PlannedRequest], limit: int | None = None
+        self,
+        client: AsyncClient,
+        requests: Iterator[PlannedRequest | PlannedBatch],
+        limit: int | None = None,
     ) -> None:
-        """Stream one request after the other, until `close` or for `limit` requests."""
-        for number, request in enumerate(requests):
+        """Send one request or batch after the other, until `close` or for `limit` of them."""
+        for number, planned in enumerate(requests):
             if self._is_closing or number == limit:
                 return
-            await self._stream(client, request)
+            await self._send(client, planned)
 
-    async def watch(self) -> None:
-        """Report streams without news."""
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            now = time.monotonic()
-            for live in list(self._live):
-                if now - live.last_news_s > self._stall_limit_s:
-                    live.last_news_s = now
-                    self._findings.add(
-                        "stalled",
-                        f"stream {live.request.name} with {len(live.record.token_ids)} tokens had "
-                        f"no news for {self._stall_limit_s:.0f} s, "
-                        f"{live.generation.num_resumes} resumes",
-                    )
-
-    async def _stream(self, client: AsyncClient, request: PlannedRequest) -> None:
+    async def _send(self, client: AsyncClient, planned: PlannedRequest | PlannedBatch) -> None:
         """Until it was begun, which a server that is away prevents; then to its end."""
         while not self._is_closing:
-            if await self._try(client, request):
+            if isinstance(planned, PlannedBatch):
+                has_begun = await self._try_batch(client, planned)
+            else:
+                has_begun = await self._try_stream(client, planned)
+            if has_begun:
                 return
             self.counts["refused at the door"] += 1
             await asyncio.sleep(_DOOR_PAUSE_S)
 
-    async def _try(self, client: AsyncClient, request: PlannedRequest) -> bool:
-        position = self._findings.position
-        record = StreamRecord(request, (position, position))
+    # Streams.
+
+    async def _try_stream(self, client: AsyncClient, request: PlannedRequest) -> bool:
+        record = self._record(request)
         generation = client.start(
             build_request(request.prompt, request.options), timeout_s=request.timeout_s
         )
-        live = _Live(request, generation, record, time.monotonic())
-        self._live.add(live)
+        live = self.calls.begin(request.name, generation)
         end = "complete"
         try:
-            async with generation:
+            async with asyncio.timeout(request.leave_after_s), generation:
                 async for chunk in generation:
-                    live.last_news_s = time.monotonic()
-                    self.num_tokens += len(chunk.token_ids)
-                    record.token_ids += chunk.token_ids
-                    record.text += chunk.text
-                    if record.is_complete:
-                        self._findings.add("doubled", f"{request.name}: news after its end")
-                    record.finish_reason = chunk.finish_reason
-                    record.stop_string = chunk.stop_string
+                    self._note_chunk(live, record, chunk)
                     if request.cancel_after and len(record.token_ids) >= request.cancel_after:
                         break
+        except TimeoutError:
+            end = "complete" if record.is_complete else "cancelled"
         except PagewireError as error:
             if not generation.log.has_begun and request.timeout_s is None and _is_door(error):
                 return False
-            end = self._judge(live, error)
+            end = self._judge(live, request, error)
         finally:
-            self._live.discard(live)
+            self.calls.end(live)
         if end == "complete" and not record.is_complete:
             end = "cancelled"
             if not request.cancel_after or len(record.token_ids) < request.cancel_after:
-                self._findings.add("lost", f"{request.name}: ended without its last message")
-        self._note_end(live, end)
+                self._report("lost", request, "ended without its last message")
+        self._note_end(record, generation, end)
         return True
 
-    def _judge(self, live: _Live, error: PagewireError) -> str:
+    def _note_chunk(self, live: LiveCall, record: StreamRecord, chunk: Chunk) -> None:
+        self.calls.news(live, len(chunk.token_ids))
+        if record.is_complete:
+            self._report("doubled", record.request, "news after its end")
+        if record.num_resumes != live.num_resumes:
+            record.num_resumes = live.num_resumes
+            record.resumed_at.append((len(record.token_ids), len(record.text)))
+        record.token_ids += chunk.token_ids
+        record.text += chunk.text
+        record.finish_reason = chunk.finish_reason
+        record.stop_string = chunk.stop_string
+
+    def _note_end(self, record: StreamRecord, generation: AsyncGeneration, end: str) -> None:
+        record.seed = generation.log.seed or 0
+        record.usage = generation.log.usage
+        record.num_resumes = generation.num_resumes
+        self.counts["resumes"] += generation.num_resumes
+        self._count(record, end)
+        if generation.log.has_begun:
+            self._on_end(record)
+
+    # Batches.
+
+    async def _try_batch(self, client: AsyncClient, planned: PlannedBatch) -> bool:
+        # Without ids of their own they are "0", "1", ...
+        records = {str(i): self._record(request) for i, request in enumerate(planned.requests)}
+        unanswered = dict(records)
+        batch = client.batch([build_request(r.prompt, r.options) for r in planned.requests])
+        live = self.calls.begin(planned.name, batch)
+        has_left = False
+        try:
+            async with batch:
+                async for result in batch:
+                    record = unanswered.pop(result.request_id, None)
+                    if record is None:
+                        # Of one that was not asked too.
+                        again = records.get(result.request_id, records["0"])
+                        self._report("doubled", again.request, f"answer {result.request_id} again")
+                        continue
+                    record.num_resumes = batch.num_resumes
+                    self._note_answer(live, record, result)
+                    if has_left := len(records) - len(unanswered) == planned.leave_after:
+                        break
+        except PagewireError as error:
+            if not batch.num_resumes and len(unanswered) == len(records) and _is_door(error):
+                return False
+            self._judge(live, planned.requests[0], error)
+        else:
+            for record in unanswered.values():
+                if has_left:
+                    self.counts["cancelled"] += 1
+                else:
+                    self._report("lost", record.request, "its batch ended without its answer")
+        finally:
+            self.calls.end(live)
+        self.counts["batches"] += 1
+        self.counts["batch resumes"] += batch.num_resumes
+        return True
+
+    def _note_answer(self, live: LiveCall, record: StreamRecord, result: BatchResult) -> None:
+        completion = result.completion
+        if completion is None:
+            assert result.error is not None
+            self.counts[self._judge(live, record.request, result.error)] += 1
+            return
+        [output] = completion.outputs
+        self.calls.news(live, len(output.token_ids))
+        record.token_ids, record.text = output.token_ids, output.text
+        record.finish_reason, record.stop_string = output.finish_reason, output.stop_string
+        record.seed, record.usage = completion.seed, completion.usage
+        if not record.is_complete:
+            self._report("lost", record.request, "its answer has no end")
+        self._count(record, "complete")
+        self._on_end(record)
+
+    # Both.
+
+    def _record(self, request: PlannedRequest) -> StreamRecord:
+        position = self._findings.position
+        return StreamRecord(request, (position, position))
+
+    def _count(self, record: StreamRecord, end: str) -> None:
+        record.positions = (record.positions[0], self._findings.position)
+        self.counts[end] += 1
+        if record.usage is not None:
+            self.counts["replays"] += record.usage.replays
+            self.counts["cached tokens"] += record.usage.cached_tokens
+            self.counts["prompt tokens"] += record.usage.prompt_tokens
+
+    def _judge(self, live: LiveCall, request: PlannedRequest, error: PagewireError) -> str:
         """Name an end by an error; a finding unless it was asked for."""
-        if live.request.timeout_s is not None and isinstance(
+        if request.timeout_s is not None and isinstance(
             # An outage that outlasts the deadline is reported as what it is.
             error,
             DeadlineError | UnavailableError | CancelledError | OverloadedError,
@@ -213,30 +248,18 @@ class StreamLoad:
             return "deadline"
         seconds = time.monotonic() - live.last_news_s
         name = error.reason or error.code.name
-        self._findings.add(
+        self._report(
             "failed",
-            f"{live.request.name} with {len(live.record.token_ids)} tokens, {seconds:.1f} s after "
-            f"its last news, {live.generation.num_resumes} resumes, exposure "
-            f"{self._exposure(live)}: {name}: {error.message}",
+            request,
+            f"{live.name} with {live.num_tokens} tokens, {seconds:.1f} s after its last news, "
+            f"{live.num_resumes} resumes, exposure {live.exposure}: {name}: {error.message}",
         )
         if isinstance(error, InvalidRequestError):
             return "refused"
         return f"failed with {name}"
 
-    def _note_end(self, live: _Live, end: str) -> None:
-        record, generation = live.record, live.generation
-        record.positions = (record.positions[0], self._findings.position)
-        record.seed = generation.log.seed or 0
-        record.usage = generation.log.usage
-        record.num_resumes = generation.num_resumes
-        self.counts[end] += 1
-        self.counts["resumes"] += generation.num_resumes
-        if record.usage is not None:
-            self.counts["replays"] += record.usage.replays
-            self.counts["cached tokens"] += record.usage.cached_tokens
-            self.counts["prompt tokens"] += record.usage.prompt_tokens
-        if generation.log.has_begun:
-            self._on_end(record)
+    def _report(self, kind: str, request: PlannedRequest, text: str) -> None:
+        self._findings.add(kind, f"{request.name}: {text}", request_kind=request.kind)
 
 
 def _is_door(error: PagewireError) -> bool:

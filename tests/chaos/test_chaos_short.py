@@ -8,6 +8,7 @@ import pytest
 from chaos.chaos_report import render
 from chaos.chaos_run import ChaosConfig, run_chaos
 from chaos.fault_schedule import FaultKind, FaultLane
+from chaos.load_requests import RequestKind
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,8 +42,18 @@ async def test_no_token_is_wrong_lost_or_doubled_whatever_dies(
     assert not report.findings.items
     assert report.faults == dict.fromkeys(FaultKind, NUM_PACKS)
     assert report.num_active_faults >= 0.8 * report.num_faults
-    assert report.num_tokens > 0
+    for kind in RequestKind:
+        # What a machine with much else to do gets done within deadlines is its own matter.
+        if kind is not RequestKind.DEADLINE:
+            assert report.tallies[kind].num_tokens > 0
+            assert report.tallies[kind].num_chars > 0
+        if kind not in (RequestKind.DEADLINE, RequestKind.CANCELLED):
+            assert report.tallies[kind].num_complete > 0
+    assert report.ends["cancelled"] > 0
     assert report.ends["resumes"] > 0
+    assert report.ends["batch resumes"] > 0
+    assert report.tallies[RequestKind.STOP_STRING].num_stopped > 0
+    assert report.tallies[RequestKind.STOP_TOKEN].num_stopped > 0
     assert report.logged["adopted blocks"] > 0
     warm = report.warm_restart
     assert warm is not None

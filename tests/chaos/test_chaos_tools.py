@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import itertools
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,18 +15,26 @@ from chaos.chaos_model import build_model
 from chaos.comparison import compare_tokens
 from chaos.fault_schedule import LANES, FaultKind, FaultLane, ScheduleConfig, schedule
 from chaos.findings import Findings
-from chaos.load_requests import PlannedRequest, lane_requests, make_documents
+from chaos.load_requests import (
+    SHARES,
+    PlannedBatch,
+    PlannedRequest,
+    RequestKind,
+    lane_requests,
+    make_documents,
+)
 from chaos.process_logs import LogSummary
-from chaos.streams import StreamRecord
+from chaos.streams import StreamLoad, StreamRecord
 from chaos.verifier import TieJudge, Verifier
 from real_stack import Setting, load_shared_model, running_stack
 
 from data_plane.sampler import SamplingBatch, gumbel_noise
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
     from pathlib import Path
 
-    from pagewire_client import AsyncClient, Completion, GenerateOptions
+    from pagewire_client import AsyncClient, BatchResult, Completion, GenerateOptions, Prompt
 
 EXPECTED = list(range(100, 140))
 SCHEDULE = ScheduleConfig(
@@ -96,13 +106,33 @@ def test_every_kind_comes_equally_often_and_hits_every_target() -> None:
 
 
 def test_a_seed_means_the_same_requests_and_lanes_differ() -> None:
-    documents = make_documents(2)
-    first, again, other = (
-        list(itertools.islice(lane_requests(2, lane, documents), 50)) for lane in (0, 0, 1)
-    )
+    first, again, other = (planned_of(lane, 64) for lane in (0, 0, 1))
     assert first == again != other
-    assert {request.kind for request in first} == {"greedy", "seeded", "unseeded"}
-    assert {type(request.prompt) for request in first} == {str, list}
+    requests = [request for request in first if isinstance(request, PlannedRequest)]
+    assert {request.draws for request in requests} == {"greedy", "seeded", "unseeded"}
+    assert {type(request.prompt) for request in requests} == {str, list}
+
+
+def planned_of(lane: int, count: int) -> list[PlannedRequest | PlannedBatch]:
+    return list(itertools.islice(lane_requests(2, lane, make_documents(2)), count))
+
+
+def test_every_kind_of_request_has_its_share_of_every_lane() -> None:
+    num_packs = 6
+    planned = planned_of(3, num_packs * sum(SHARES.values()))
+    kinds = Counter(
+        RequestKind.BATCH if isinstance(one, PlannedBatch) else one.kind for one in planned
+    )
+    assert kinds == {kind: num_packs * share for kind, share in SHARES.items()}
+    batches = [one for one in planned if isinstance(one, PlannedBatch)]
+    assert all(r.kind is RequestKind.BATCH for batch in batches for r in batch.requests)
+    assert {batch.leave_after is None for batch in batches} == {False, True}
+    streams = [one for one in planned if isinstance(one, PlannedRequest)]
+    given_up = [one for one in streams if one.kind is RequestKind.CANCELLED]
+    assert all((one.cancel_after is None) != (one.leave_after_s is None) for one in given_up)
+    chats = [one for one in streams if one.kind is RequestKind.CHAT]
+    assert all(isinstance(message, dict) for one in chats for message in one.prompt)
+    assert all(one.options.get("stop") for one in streams if one.kind is RequestKind.STOP_STRING)
 
 
 def test_lines_that_must_not_be_logged_are_found(tmp_path: Path) -> None:
@@ -143,6 +173,29 @@ async def findings_of(verifier: Verifier, findings: Findings, record: StreamReco
     return [item.kind for item in findings.items[before:]]
 
 
+@contextlib.asynccontextmanager
+async def verifying(
+    model_dir: Path, findings: Findings
+) -> AsyncGenerator[tuple[Verifier, AsyncClient]]:
+    async with running_stack(load_shared_model(model_dir), Setting()) as stack:
+        client: AsyncClient = stack.api.client
+        verifier = Verifier(client, model_dir, findings)
+        running = asyncio.create_task(verifier.run())
+        yield verifier, client
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def planned(draws: str, options: GenerateOptions, prompt: Prompt = "hello world") -> PlannedRequest:
+    return PlannedRequest(
+        name=draws,
+        kind=RequestKind.PLAIN,
+        draws=draws,
+        prompt=prompt,
+        options={"max_tokens": 24, "ignore_eos": True, **options},
+    )
+
+
 @pytest.mark.slow
 async def test_the_verifier_sees_planted_faults_and_nothing_else(chaos_model: Path) -> None:
     draws: list[tuple[str, GenerateOptions]] = [
@@ -150,35 +203,140 @@ async def test_the_verifier_sees_planted_faults_and_nothing_else(chaos_model: Pa
         ("seeded", {"temperature": 1.0, "seed": 2**64 - 1}),
         ("unseeded", {"temperature": 0.8, "top_k": 20, "stop": [" the"]}),
     ]
-    async with running_stack(load_shared_model(chaos_model), Setting()) as stack:
-        client: AsyncClient = stack.api.client
-        findings = Findings()
-        verifier = Verifier(client, chaos_model, findings)
-        running = asyncio.create_task(verifier.run())
+    findings = Findings()
+    async with verifying(chaos_model, findings) as (verifier, client):
         for kind, options in draws:
-            request = PlannedRequest(
-                name=kind,
-                kind=kind,
-                prompt="hello world",
-                options={**options, "max_tokens": 24, "ignore_eos": True},
-            )
+            request = planned(kind, options)
             completion = await client.complete(request.prompt, **request.options)
             ids = completion.token_ids
             assert await findings_of(verifier, findings, record_of(request, completion)) == []
-            for planted, seen in (
+            for broken, seen in (
                 (ids[:9] + ids[10:], "lost"),
                 (ids[:9] + ids[8:], "doubled"),
                 ([*ids[:9], (ids[9] + 1) % 400, *ids[10:]], "wrong"),
                 (ids[:-1], "lost"),
             ):
-                record = record_of(request, completion, planted)
+                record = record_of(request, completion, broken)
                 assert await findings_of(verifier, findings, record) == [seen]
-            other_text = record_of(request, completion)
-            other_text.text += "."
-            assert await findings_of(verifier, findings, other_text) == ["wrong"]
         assert verifier.num_ties == 0
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        assert verifier.tallies[RequestKind.PLAIN].num_requests == len(draws)
+        assert findings.count("lost", RequestKind.PLAIN) == 2 * len(draws)
+        assert findings.count("lost", RequestKind.CHAT) == 0
+
+
+@pytest.mark.slow
+async def test_the_verifier_sees_text_that_is_not_that_of_its_tokens(chaos_model: Path) -> None:
+    messages = [{"role": "user", "content": "hello 世界"}]
+    findings = Findings()
+    async with verifying(chaos_model, findings) as (verifier, client):
+
+        async def found(request: PlannedRequest, text: str, *cuts: tuple[int, int]) -> list[str]:
+            record = record_of(request, await client.complete(request.prompt, **request.options))
+            record.text, record.resumed_at = text, list(cuts)
+            return await findings_of(verifier, findings, record)
+
+        for request in (
+            planned("greedy", {"temperature": 0.0}, messages),
+            # Half a character, which the first ids may complete.
+            planned("seeded", {"temperature": 1.0, "seed": 3}, [5, 6, 230, 189]),
+            planned("seeded", {"temperature": 1.0, "seed": 4, "skip_special_tokens": False}),
+        ):
+            generation = client.generate(request.prompt, **request.options)
+            cuts = [(0, 0)]
+            async for chunk in generation:
+                num_ids, num_chars = cuts[-1]
+                cuts.append((num_ids + len(chunk.token_ids), num_chars + len(chunk.text)))
+            text = generation.log.completion().text
+            assert await found(request, text, *cuts) == []
+            assert await found(request, text[:5] + text[6:]) == ["lost"]
+            assert await found(request, text[:8] + text[2:]) == ["doubled"]
+            assert await found(request, f"{text[:5]}\0{text[6:]}") == ["wrong"]
+            num_ids, num_chars = cuts[len(cuts) // 2]
+            assert await found(request, text, (num_ids, num_chars + 1)) == ["doubled"]
+            assert await found(request, text, (num_ids, num_chars - 1)) == ["lost"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("includes", [False, True])
+async def test_the_verifier_knows_where_a_stop_string_cuts(
+    chaos_model: Path, *, includes: bool
+) -> None:
+    findings = Findings()
+    free = planned("greedy", {"temperature": 0.0, "max_tokens": 60})
+    async with verifying(chaos_model, findings) as (verifier, client):
+        text = (await client.complete(free.prompt, **free.options)).text
+        # Of two that begin together the one that the text completes.
+        stop = text[12:15]
+        options: GenerateOptions = {"stop": [stop, text[12:14] + "\n!"]}
+        request = planned(
+            "greedy",
+            {**free.options, **options, "include_stop_str_in_output": includes},
+        )
+        completion = await client.complete(request.prompt, **request.options)
+        at = text.index(stop) + len(stop) * includes
+        assert completion.text == text[:at]
+        assert await findings_of(verifier, findings, record_of(request, completion)) == []
+        uncut = record_of(request, completion)
+        uncut.text = text[: at + 1]
+        assert await findings_of(verifier, findings, uncut) == ["doubled"]
+        other = record_of(request, completion)
+        other.stop_string = None
+        assert await findings_of(verifier, findings, other) != []
+
+
+@pytest.mark.slow
+async def test_the_load_sees_what_a_batch_leaves_out_answers_twice_or_refuses(
+    chaos_model: Path,
+) -> None:
+    request = dataclasses.replace(
+        planned("seeded", {"temperature": 1.0, "seed": 3}), kind=RequestKind.BATCH
+    )
+    refused = dataclasses.replace(request, options={"temperature": -1.0})
+
+    async def found(load: StreamLoad, client: Any, *requests: PlannedRequest) -> list[str]:
+        findings.items.clear()
+        await load.run_lane(client, iter([PlannedBatch(name="batch", requests=requests)]))
+        assert load.calls.num_active == 0
+        return [f"{item.kind} {item.request_kind}" for item in findings.items]
+
+    findings = Findings()
+    async with verifying(chaos_model, findings) as (verifier, client):
+        load = StreamLoad(findings, verifier.put, stall_limit_s=60.0)
+        assert await found(load, client, request, request) == []
+        await verifier.finish()
+        assert verifier.tallies[RequestKind.BATCH].num_complete == 2
+        assert await found(load, client, request, refused) == ["failed of a batch"]
+        assert await found(load, TwistedClient(client, [0]), request, request) == [
+            "lost of a batch"
+        ]
+        assert await found(load, TwistedClient(client, [0, 1, 1]), request, request) == [
+            "doubled of a batch"
+        ]
+
+
+class TwistedClient:
+    """Passes on the answers of a batch that it is told to, in the order of its requests."""
+
+    def __init__(self, client: AsyncClient, answers: list[int]) -> None:
+        self._client = client
+        self._answers = answers
+        self.num_resumes = 0
+
+    def batch(self, requests: Any) -> TwistedClient:
+        self._requests = requests
+        return self
+
+    async def __aenter__(self) -> TwistedClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return None
+
+    async def __aiter__(self) -> AsyncGenerator[BatchResult]:
+        results = [result async for result in self._client.batch(self._requests)]
+        results.sort(key=lambda result: int(result.request_id))
+        for i in self._answers:
+            yield results[i]
 
 
 def test_a_tie_is_what_rounding_decides_and_nothing_else(chaos_model: Path) -> None:

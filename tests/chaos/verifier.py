@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from chaos.comparison import Difference, compare_tokens
+from chaos.load_requests import RequestKind
+from chaos.text_oracle import TextOracle
 from pagewire_client import build_request
 
 from data_plane.sampler import SamplingBatch, sample
@@ -38,6 +41,35 @@ _ROUNDING = 2e-4
 _NUM_DRAWS = 512
 
 Key = tuple[object, ...]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was compared of one kind of request and is right.
+
+    Attributes:
+        num_requests: All of them.
+        num_complete: Those that got to their end.
+        num_resumed: Those whose call went on by itself.
+        num_stopped: Those that a token or a string ended.
+        num_tokens: Received.
+        num_chars: Of their text.
+    """
+
+    num_requests: int = 0
+    num_complete: int = 0
+    num_resumed: int = 0
+    num_stopped: int = 0
+    num_tokens: int = 0
+    num_chars: int = 0
+
+    def add(self, record: StreamRecord) -> None:
+        self.num_requests += 1
+        self.num_complete += record.is_complete
+        self.num_resumed += record.num_resumes > 0
+        self.num_stopped += record.finish_reason == "stop"
+        self.num_tokens += len(record.token_ids)
+        self.num_chars += len(record.text)
 
 
 class TieJudge:
@@ -96,17 +128,16 @@ class Verifier:
     """Compares streams as they end.
 
     Attributes:
-        num_tokens: Compared and right.
-        num_streams: Likewise.
+        tallies: What was compared and is right, by kind of request.
         num_ties: Draws that rounding decided.
     """
 
     def __init__(self, client: AsyncClient, model_dir: Path, findings: Findings) -> None:
-        self.num_tokens = 0
-        self.num_streams = 0
+        self.tallies = {kind: Tally() for kind in RequestKind}
         self.num_ties = 0
         self._client = client
         self._model_dir = model_dir
+        self._texts = TextOracle(model_dir)
         self._findings = findings
         self._queue: asyncio.Queue[StreamRecord] = asyncio.Queue()
         self._answers: dict[Key, asyncio.Task[Completion]] = {}
@@ -114,6 +145,16 @@ class Verifier:
 
     def put(self, record: StreamRecord) -> None:
         self._queue.put_nowait(record)
+
+    @property
+    def num_tokens(self) -> int:
+        """Compared and right."""
+        return sum(tally.num_tokens for tally in self.tallies.values())
+
+    @property
+    def num_requests(self) -> int:
+        """Likewise."""
+        return sum(tally.num_requests for tally in self.tallies.values())
 
     @property
     def num_waiting(self) -> int:
@@ -150,16 +191,46 @@ class Verifier:
             answer = await self._continue(record, known)
             expected = [*known, *answer.token_ids]
         self.num_ties += num_ties
-        self.num_tokens += len(record.token_ids)
-        self.num_streams += 1
-        self._compare_end(record, answer, is_whole=num_ties == 0)
+        if self._compare_texts(record) and self._compare_end(
+            record, answer, is_whole=num_ties == 0
+        ):
+            self.tallies[record.request.kind].add(record)
 
-    def _compare_end(self, record: StreamRecord, answer: Completion, *, is_whole: bool) -> None:
+    def _compare_texts(self, record: StreamRecord) -> bool:
+        """Compare the text with that of the ids, wherever the stream was cut and at its end."""
+        request, text = record.request, record.text
+        cuts = [
+            (num_ids, text[:num_chars], self._texts.text(request, record.token_ids[:num_ids]))
+            for num_ids, num_chars in record.resumed_at
+        ]
+        whole, stop_string = self._texts.expected(record)
+        cuts.append((len(record.token_ids), text, whole))
+        for num_ids, received, expected in cuts:
+            difference = compare_tokens(
+                [*map(ord, received)], [*map(ord, expected)], is_complete=True
+            )
+            if difference is not None:
+                self._report(
+                    record,
+                    Difference(
+                        difference.kind,
+                        difference.at,
+                        f"text of {num_ids} tokens is {received!r} instead of {expected!r}",
+                    ),
+                )
+                return False
+        if record.is_complete and record.stop_string != stop_string:
+            self._report_wrong(record, "stop string", record.stop_string, stop_string)
+            return False
+        return True
+
+    def _compare_end(self, record: StreamRecord, answer: Completion, *, is_whole: bool) -> bool:
         """Compare what goes with the tokens: text, reason, usage."""
         if not record.is_complete:
             if is_whole and not answer.text.startswith(record.text):
                 self._report(record, Difference("wrong", 0, f"text {record.text!r}"))
-            return
+                return False
+            return True
         output = answer.outputs[0]
         checks: list[tuple[str, object, object]] = [
             ("finish reason", record.finish_reason, output.finish_reason),
@@ -171,10 +242,16 @@ class Verifier:
             checks.append(
                 ("completion_tokens", record.usage.completion_tokens, len(record.token_ids))
             )
-        for what, received, expected in checks:
-            if received != expected:
-                text = f"{what} is {received!r} instead of {expected!r}"
-                self._report(record, Difference("wrong", len(record.token_ids), text))
+        wrong = [check for check in checks if check[1] != check[2]]
+        for what, received, expected in wrong:
+            self._report_wrong(record, what, received, expected)
+        return not wrong
+
+    def _report_wrong(
+        self, record: StreamRecord, what: str, received: object, expected: object
+    ) -> None:
+        text = f"{what} is {received!r} instead of {expected!r}"
+        self._report(record, Difference("wrong", len(record.token_ids), text))
 
     def _report(self, record: StreamRecord, difference: Difference) -> None:
         first, last = record.positions
@@ -184,6 +261,7 @@ class Verifier:
             f"{request.name}, {len(record.token_ids)} tokens, from {first} to {last}, "
             f"{record.num_resumes} resumes, usage {record.usage}: {difference.text}; options "
             f"{request.options}, seed {record.seed}",
+            request_kind=request.kind,
         )
 
     # The undisturbed system.
@@ -193,9 +271,9 @@ class Verifier:
         key: Key = (
             request.prompt if isinstance(request.prompt, str) else tuple(map(str, request.prompt)),
             repr(sorted(request.options.items())),
-            record.seed if request.kind != "greedy" else 0,
+            record.seed if request.draws != "greedy" else 0,
         )
-        if request.kind == "unseeded":
+        if request.draws == "unseeded":
             # Never asked again.
             return await self._ask(record)
         task = self._answers.get(key)
@@ -219,14 +297,14 @@ class Verifier:
         at, request = difference.at, record.request
         if at >= min(len(record.token_ids), len(expected)):
             return False
-        prompt = request.prompt
-        if isinstance(prompt, str):
+        prompt: Any = request.prompt
+        if isinstance(prompt, str) or isinstance(prompt[0], Mapping):
             prompt = await self._client.tokenize(prompt)
         if self._judge is None:
             self._judge = await asyncio.to_thread(TieJudge, self._model_dir)
         return await asyncio.to_thread(
             self._judge.is_tie,
-            [int(token_id) for token_id in prompt if not isinstance(token_id, Mapping)],
+            list(prompt),
             record.token_ids[:at],
             (record.token_ids[at], expected[at]),
             request.options,
