@@ -27,8 +27,8 @@ export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-kill demo-unplug test-fast test test-gpu chaos fuzz soak test-compose check proto \
-	proto-check proto-baseline fmt lint typecheck imports bench bench-kernels bench-worker bench-end-to-end bench-rtt \
-	bench-fleet bench-scale up down logs clean
+	proto-check proto-baseline fmt lint typecheck imports bench bench-kernels bench-worker bench-end-to-end bench-first-token \
+	bench-rtt bench-fleet bench-scale up down logs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -139,6 +139,9 @@ bench-worker: $(DEV_READY) ## one GPU worker alone, on plans from memory
 
 bench-end-to-end: $(DEV_READY) ## both processes on one GPU, beside the worker alone
 	$(RUN) tests/benchmarks/bench_end_to_end.py $(ARGS)
+
+bench-first-token: $(DEV_READY) ## where the time to a lone request's first token goes, simulated worker
+	$(RUN) tests/benchmarks/bench_first_token.py $(ARGS)
 
 bench-rtt: $(DEV_READY) ## throughput and latencies over a link of 0 to 20 ms, simulated worker
 	$(RUN) tests/benchmarks/bench_pipeline.py $(ARGS)
