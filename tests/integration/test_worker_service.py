@@ -27,6 +27,7 @@ from protos.pagewire.v1 import worker_pb2
 if TYPE_CHECKING:
     from control_plane.request import Request
     from control_plane.token_stream import TokenStream
+    from data_plane.stream_protocol import Reaction
 
 Message = worker_pb2.WorkerMessage
 CODE = grpc.StatusCode
@@ -429,9 +430,15 @@ def test_noise_never_disturbs_another_replica(noise: list[bytes]) -> None:
 
 async def test_an_idle_worker_hears_heartbeats_within_its_lease() -> None:
     async with running_cluster(lease_s=0.3) as harness, harness.worker("w0") as worker:
-        await until(lambda: worker.is_serving)
-        stream = worker.protocol.identity.worker_id
+        heard: list[str | None] = []
+        receive = worker.protocol.receive
+
+        def noted(message: worker_pb2.ControlMessage) -> Reaction:
+            heard.append(message.WhichOneof("message"))
+            return receive(message)
+
+        worker.protocol.receive = noted  # type: ignore[method-assign]
         # Three leases without any work: a stream that ended would have been dialled again.
-        await asyncio.sleep(0.9)
+        await until(lambda: heard.count("heartbeat") >= 9)
         assert worker.is_serving
-        assert harness.replica(stream).num_resets == 1
+        assert harness.replica("w0").num_resets == 1
