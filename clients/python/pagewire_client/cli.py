@@ -61,6 +61,13 @@ def main(argv: list[str] | None = None) -> int:
     except PagewireError as error:
         print(f"pagewire: {error.message}", file=sys.stderr)
         return 1
+    except UnicodeDecodeError as error:
+        print(
+            f"pagewire: standard input is no text in {error.encoding}: byte {error.start} is no "
+            "part of a character. Convert it, or set PYTHONIOENCODING to what it is in.",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130

@@ -210,8 +210,15 @@ class WorkerProcess:
     """A worker of our own; its log is shown only if it fails. An async context manager."""
 
     def __init__(self, command: str, args: Sequence[str]) -> None:
-        """Prepare to run `command`, split as a shell does, with `args` behind it."""
-        self.argv = [*shlex.split(command), *args]
+        """Prepare to run `command`, split as a shell does, with `args` behind it.
+
+        Raises:
+            WorkerGoneError: It cannot be split.
+        """
+        try:
+            self.argv = [*shlex.split(command), *args]
+        except ValueError as error:
+            raise WorkerGoneError(f"--worker-command {command}: {error}") from None
         self._process: asyncio.subprocess.Process | None = None
 
     async def gone(self) -> WorkerGoneError:
