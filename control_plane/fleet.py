@@ -21,6 +21,7 @@ from control_plane.replica import (
     geometry_mismatch,
     match_model,
 )
+from control_plane.scope_owners import ScopeOwners
 from control_plane.term import Term
 from control_plane.trust import Trust
 
@@ -110,6 +111,7 @@ class Fleet:
         self._superseded: dict[tuple[str, bytes], None] = {}
         self._is_open = True
         self._trust = Trust()
+        self._scope_owners = ScopeOwners(store)
         self.term = Term(config.shard, store, gather_s=config.term_gather_s)
         self._gate = PlacementGate(
             config,
@@ -267,11 +269,12 @@ class Fleet:
     def _engine_for(self, facts: WorkerFacts, model: ServedModel) -> Engine:
         """The replica's engine: as it was if the same KV memory came back, else an empty one."""
         self.forget_long_lost()
-        shape = ReplicaShape.of_ranks([facts])
+        config, shape = self._config, ReplicaShape.of_ranks([facts])
+        scope = PrefixScope(config.deployment, facts.model_fingerprint, shape.replica_epoch)
+        self._scope_owners.take(scope, facts)
         engine = self._engines.get(facts.replica_id)
         if engine is not None and engine.shape == shape:
             return engine
-        config = self._config
         engine = Engine(
             replica_id=facts.replica_id,
             model=model,
@@ -279,7 +282,7 @@ class Fleet:
             config=config,
             scheduler=build_scheduler(shape, model, config),
             store=self._store,
-            scope=PrefixScope(config.deployment, facts.model_fingerprint, shape.replica_epoch),
+            scope=scope,
             owner=self,
             clock=self._clock,
             observer=None
@@ -352,6 +355,8 @@ class Fleet:
             return
         with self._failure.guard():
             requests = engine.detach(error, lost=lost)
+        if engine.core.draining:
+            self._scope_owners.leave(engine.replica_id)
         self.num_lost += lost
         if lost and (error is None or error.reason != _SUPERSEDED):
             self._note_trouble(engine)

@@ -6,6 +6,7 @@ epoch to a control plane that kept running finds its entries.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -83,6 +84,9 @@ class MemoryPrefixStore:
         state.entries.update(entries)
         self._observer.on_resync(len(entries))
 
+    def retire(self, scope: PrefixScope) -> None:
+        self._scopes.pop(scope, None)
+
     async def load(self, scope: PrefixScope) -> dict[BlockId, tuple[BlockHash, Version]]:
         self._expire()
         state = self._scopes.get(scope)
@@ -91,13 +95,19 @@ class MemoryPrefixStore:
         return entries
 
     async def known_scopes(
-        self, deployment: str, model_fingerprints: Collection[bytes]
+        self,
+        deployment: str,
+        model_fingerprints: Collection[bytes],
+        *,
+        within_s: float = math.inf,
     ) -> list[PrefixScope]:
         self._expire()
+        newest = max((state.expires_at for state in self._scopes.values()), default=0.0)
         return [
             scope
             for scope, state in self._scopes.items()
             if state.entries
+            and state.expires_at >= newest - within_s
             and scope.deployment == deployment
             and scope.model_fingerprint in model_fingerprints
         ][:MAX_SCOPES]

@@ -122,6 +122,8 @@ class PlacementGate:
             for model in models
         }
         self._deployment = config.deployment
+        # An earlier control plane had lost what it had not heard of for longer.
+        self._within_s = 2 * config.lease_s
         self._store = store
         self._clock = clock
         self._ready = ready
@@ -143,7 +145,9 @@ class PlacementGate:
             for fingerprint in possible_fingerprints(model):
                 fingerprints.setdefault(fingerprint, comeback)
         while not all(comeback.is_over for _, comeback in self._comebacks.values()):
-            scopes = await self._store.known_scopes(self._deployment, fingerprints)
+            scopes = await self._store.known_scopes(
+                self._deployment, fingerprints, within_s=self._within_s
+            )
             for _, comeback in self._comebacks.values():
                 comeback.know(
                     scope.replica_epoch

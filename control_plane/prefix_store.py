@@ -10,6 +10,7 @@ is adopted only if every rank still reports the entry's generation for that bloc
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -91,6 +92,15 @@ class PrefixStore(Protocol):
         """
         ...
 
+    def retire(self, scope: PrefixScope) -> None:
+        """The replica's KV memory is gone for good: its entries go, and nobody hears of it again.
+
+        Returns at once. What the store does not take is tried again, for as long as the entries
+        would have lived; changes that come in from now on are those of a scope that begins anew.
+        Only for what is known to be gone: who merely lost a connection brings its memory back.
+        """
+        ...
+
     async def load(self, scope: PrefixScope) -> dict[BlockId, tuple[BlockHash, Version]] | None:
         """Read the entries of a replica; None if the store does not answer within its limit.
 
@@ -99,12 +109,22 @@ class PrefixStore(Protocol):
         ...
 
     async def known_scopes(
-        self, deployment: str, model_fingerprints: Collection[bytes]
+        self,
+        deployment: str,
+        model_fingerprints: Collection[bytes],
+        *,
+        within_s: float = math.inf,
     ) -> list[PrefixScope] | None:
         """Which replicas of these models have entries; None if the store does not answer in time.
 
         Those of this shard only, `MAX_SCOPES` at most. It is a lagging copy too: replicas that are
-        gone stay for their TTL.
+        gone and were not retired stay for their TTL.
+
+        Args:
+            deployment: Whose replicas.
+            model_fingerprints: Of the models.
+            within_s: Leave out replicas whose last lease came at least so much longer ago than the
+                newest of all: whoever wrote that had lost them.
         """
         ...
 

@@ -6,9 +6,9 @@ up after a limit.
 
     pagewire:1:blocks:{deployment}:{model fingerprint}:{replica epoch}   hash, with a TTL
         {block id}   format byte, block hash, generation, checksum (`prefix_store.EntryCodec`)
-        writer       random id of the process whose unbroken changes the hash holds
+        writer       random id of the process whose unbroken changes the hash holds, or "retired"
     pagewire:1:scopes:{deployment}:{shard}                               set (`scope_register`)
-    pagewire:1:term:{deployment}:{shard}                                 counter, no TTL
+    pagewire:1:term:{deployment}:{shard}                                 number (`term_counter`)
 
 Whether the server lost something is seen from two things: the `writer` field is not ours (expired,
 wiped, replaced, written by another process), or the connection is a new one (a server that restarts
@@ -21,23 +21,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import random
 import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import quote
 
 from redis import exceptions
 
-from control_plane.prefix_store import EntryCodec, StoreObserver, StoreTiming
+from control_plane.prefix_store import MAX_SCOPES, EntryCodec, StoreObserver, StoreTiming
 from control_plane.redis_client import FAILURES, describe_error, is_wrong_type, kind_of, new_client
-from control_plane.scope_register import KEY_PREFIX, WRITER, ScopeRegister, blocks_key
+from control_plane.scope_register import RETIRED, WRITER, ScopeRegister, blocks_key
+from control_plane.scope_state import ScopeState
+from control_plane.term_counter import TermCounters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
-
-    from redis.asyncio import Redis
 
     from control_plane.prefix_store import PrefixScope, RedisAddress
     from control_plane.request import BlockHash, BlockId, Version
@@ -48,46 +48,6 @@ logger = logging.getLogger(__name__)
 
 _BATCH = 1024  # entries per exchange: about 60 KB
 _MAX_BLOCK_ID_DIGITS = 10  # int32
-
-
-class _Scope:
-    """What one scope still has to tell the server.
-
-    Attributes:
-        key: Its hash.
-        codec: Of its values.
-        pending: Newest unwritten value per block; None: to be removed. At most one per block of the
-            replica, however long the server is away.
-        in_flight: The part of it that an exchange under way carries.
-        live: Set by a lease that came in and was not passed on yet.
-        lease_at: Monotonic time of the last sign of life.
-        renewed_at: Monotonic time at which the server last got a new TTL.
-        synced_connection: The connection on which everything was written; 0: none.
-        is_listed: Whether those who ask for known scopes hear of it.
-    """
-
-    __slots__ = (
-        "codec",
-        "in_flight",
-        "is_listed",
-        "key",
-        "lease_at",
-        "live",
-        "pending",
-        "renewed_at",
-        "synced_connection",
-    )
-
-    def __init__(self, key: str, codec: EntryCodec) -> None:
-        self.key = key
-        self.codec = codec
-        self.pending: dict[int, bytes | None] = {}
-        self.in_flight: dict[int, bytes | None] = {}
-        self.live: Live | None = None
-        self.lease_at = 0.0
-        self.renewed_at = float("-inf")
-        self.synced_connection = 0
-        self.is_listed = False
 
 
 class RedisPrefixStore:
@@ -103,13 +63,14 @@ class RedisPrefixStore:
         observer: StoreObserver | None = None,
     ) -> None:
         self._address = address
-        self._deployment = deployment
         self._timing = timing or StoreTiming()
         self._observer = observer or StoreObserver()
         self._register = ScopeRegister(shard, ttl_ms=self._ttl_ms)
         self._writer_id = os.urandom(16)
-        self._scopes: dict[PrefixScope, _Scope] = {}
-        self._unwritten_terms: dict[str, int] = {}
+        self._scopes: dict[PrefixScope, ScopeState] = {}
+        # Those to be removed from the server before anything else of them is written; since when.
+        self._retired: dict[PrefixScope, float] = {}
+        self._terms = TermCounters(deployment)
         # "ok", "connecting" at first, or the kind of failure.
         self._state = "connecting"
         self._state_since = datetime.now(UTC)
@@ -159,6 +120,13 @@ class RedisPrefixStore:
         if state.lease_at - state.renewed_at >= self._timing.renew_interval_s:
             self._wake.set()
 
+    def retire(self, scope: PrefixScope) -> None:
+        self._scopes.pop(scope, None)
+        self._retired[scope] = time.monotonic()
+        if len(self._retired) > MAX_SCOPES:
+            del self._retired[next(iter(self._retired))]
+        self._wake.set()
+
     async def load(self, scope: PrefixScope) -> dict[BlockId, tuple[BlockHash, Version]] | None:
         entries: dict[int, tuple[bytes, int]] = {}
         num_invalid = 0
@@ -166,7 +134,7 @@ class RedisPrefixStore:
         key = blocks_key(scope)
         try:
             async with asyncio.timeout(self._timing.load_timeout_s):
-                cursor = -1
+                cursor = 0 if scope in self._retired else -1
                 while cursor:
                     # HSCAN, not HGETALL: the server answers others between two pages.
                     answer: Any = self._loader.hscan(key, max(cursor, 0), count=_BATCH)
@@ -196,30 +164,32 @@ class RedisPrefixStore:
         return cast("dict[BlockId, tuple[BlockHash, Version]]", entries)
 
     async def known_scopes(
-        self, deployment: str, model_fingerprints: Collection[bytes]
+        self,
+        deployment: str,
+        model_fingerprints: Collection[bytes],
+        *,
+        within_s: float = math.inf,
     ) -> list[PrefixScope] | None:
+        # One that was renewed a moment before it will be is no older than the others.
+        within_ms = (within_s + 2 * self._timing.renew_interval_s) * 1000
         try:
             async with asyncio.timeout(self._timing.op_timeout_s):
-                scopes = await self._register.read(self._reader, deployment)
+                scopes = await self._register.read(self._reader, deployment, within_ms=within_ms)
         except FAILURES as error:
             self._observer.on_failure(kind_of(error))
             logger.warning("known replicas not read: error=%s", describe_error(error))
             return None
-        return [scope for scope in scopes if scope.model_fingerprint in model_fingerprints]
+        return [
+            scope
+            for scope in scopes
+            if scope.model_fingerprint in model_fingerprints and scope not in self._retired
+        ]
 
     async def next_term(self, shard: str, at_least: int) -> int:
-        key = f"{KEY_PREFIX}:term:{quote(self._deployment, safe='')}:{quote(shard, safe='')}"
-        at_least = max(at_least, self._unwritten_terms.get(key, 0))
-        term = at_least + 1
-        try:
-            async with asyncio.timeout(self._timing.op_timeout_s):
-                counter = await _read_counter(self._reader, key)
-                term = max(counter or 0, at_least) + 1
-                term = await _raise_counter(self._reader, key, counter, term)
-                self._unwritten_terms.pop(key, None)
-        except FAILURES as error:
+        timeout_s = self._timing.op_timeout_s
+        term, error = await self._terms.next(self._reader, shard, at_least, timeout_s=timeout_s)
+        if error is not None:
             self._observer.on_failure(kind_of(error))
-            self._unwritten_terms[key] = term
             self._wake.set()
             logger.warning("term not stored yet: term=%d error=%s", term, describe_error(error))
         return term
@@ -236,15 +206,15 @@ class RedisPrefixStore:
 
     # What callers leave behind.
 
-    def _touch(self, scope: PrefixScope) -> _Scope:
+    def _touch(self, scope: PrefixScope) -> ScopeState:
         state = self._scopes.get(scope)
         if state is None:
-            state = self._scopes[scope] = _Scope(blocks_key(scope), EntryCodec(scope))
+            state = self._scopes[scope] = ScopeState(blocks_key(scope), EntryCodec(scope))
         state.lease_at = time.monotonic()
         return state
 
     def _set_pending(
-        self, state: _Scope, block_id: int, entry: tuple[BlockHash, Version] | None
+        self, state: ScopeState, block_id: int, entry: tuple[BlockHash, Version] | None
     ) -> None:
         try:
             state.pending[block_id] = (
@@ -291,13 +261,9 @@ class RedisPrefixStore:
         await self._exchange(self._client.ping())
         for scope in expired:
             await self._exchange(self._register.remove(self._client, scope))
-        for key, term in list(self._unwritten_terms.items()):
-            counter = await self._exchange(_read_counter(self._client, key))
-            if counter is None or counter < term:
-                await self._exchange(_raise_counter(self._client, key, counter, term))
-            if self._unwritten_terms.get(key) == term:
-                del self._unwritten_terms[key]
-        refusal: exceptions.ResponseError | None = None
+        for shard in self._terms.unwritten():
+            await self._exchange(self._terms.write(self._client, shard))
+        refusal = await self._flush_retired(now)
         for scope, state in list(self._scopes.items()):
             try:
                 await self._flush_scope(scope, state, now)
@@ -310,11 +276,28 @@ class RedisPrefixStore:
         if refusal is not None:
             raise refusal
 
-    async def _flush_scope(self, scope: PrefixScope, state: _Scope, now: float) -> None:
+    async def _flush_retired(self, now: float) -> exceptions.ResponseError | None:
+        """Remove what is gone for good; gives the first refusal."""
+        refusal: exceptions.ResponseError | None = None
+        for scope, since in list(self._retired.items()):
+            # After this time nothing of it is left in the server anyway.
+            if now - since <= self._timing.ttl_s:
+                try:
+                    await self._exchange(self._register.retire(self._client, scope))
+                except exceptions.ResponseError as error:
+                    refusal = refusal or error
+                    continue
+            if self._retired.get(scope) == since:
+                del self._retired[scope]
+        return refusal
+
+    async def _flush_scope(self, scope: PrefixScope, state: ScopeState, now: float) -> None:
         if state.live is not None and now - state.renewed_at >= self._timing.renew_interval_s:
             await self._renew(scope, state, state.live)
             state.renewed_at = now
             state.live = None
+        if self._scopes.get(scope) is not state:
+            return  # retired meanwhile
         # Bounded, so that a busy scope does not keep the others waiting.
         for _ in range(0, len(state.pending), _BATCH):
             await self._write_batch(state)
@@ -323,7 +306,7 @@ class RedisPrefixStore:
             await self._exchange(self._register.add(self._client, scope))
             state.is_listed = True
 
-    async def _replace_key(self, state: _Scope) -> None:
+    async def _replace_key(self, state: ScopeState) -> None:
         """Remove what is not a hash, hence not ours; everything is written at the next lease."""
         logger.warning("prefix key replaced: key=%s error=wrong type", state.key)
         await self._exchange(self._client.delete(state.key))
@@ -331,7 +314,7 @@ class RedisPrefixStore:
         state.renewed_at = float("-inf")
         self._wake.set()
 
-    async def _renew(self, scope: PrefixScope, state: _Scope, live: Live) -> None:
+    async def _renew(self, scope: PrefixScope, state: ScopeState, live: Live) -> None:
         pipe = self._client.pipeline(transaction=False)
         pipe.hget(state.key, WRITER.decode())
         pipe.pexpire(state.key, self._ttl_ms)
@@ -341,6 +324,12 @@ class RedisPrefixStore:
         if refused := [a for a in answers[:2] if isinstance(a, Exception)]:
             raise refused[0]
         writer, state.is_listed = answers[0], answers[-1] == 1
+        if writer == RETIRED and state.renewed_at > float("-inf"):
+            # Somebody else took it over, and it is gone there: this lease is an old one, written
+            # late. If not, the next one begins anew.
+            if self._scopes.get(scope) is state:
+                del self._scopes[scope]
+            return
         if writer == self._writer_id and state.synced_connection == self._connections:
             return
         # Read before the exchange: a connection that is replaced meanwhile counts as unsynced.
@@ -352,7 +341,7 @@ class RedisPrefixStore:
         state.synced_connection = connection
         self._observer.on_resync(len(entries))
 
-    async def _write_batch(self, state: _Scope) -> None:
+    async def _write_batch(self, state: ScopeState) -> None:
         block_ids = [block_id for block_id, _ in zip(state.pending, range(_BATCH), strict=False)]
         batch = state.in_flight = {block_id: state.pending.pop(block_id) for block_id in block_ids}
         try:
@@ -371,7 +360,7 @@ class RedisPrefixStore:
             state.in_flight = {}
         self._observer.on_written(len(batch))
 
-    async def _set_fields(self, state: _Scope, values: Mapping[bytes, bytes]) -> None:
+    async def _set_fields(self, state: ScopeState, values: Mapping[bytes, bytes]) -> None:
         # One transaction: a hash never exists without a TTL, not even if we die in between.
         pipe = self._client.pipeline(transaction=True)
         pipe.hset(state.key, mapping=cast("Any", values))
@@ -415,29 +404,6 @@ class RedisPrefixStore:
     async def _count_connection(self, connection: Any) -> None:
         await connection.on_connect()
         self._connections += 1
-
-
-async def _read_counter(client: Redis, key: str) -> int | None:
-    """Read a term counter; None if it is missing or something else than a number."""
-    try:
-        value = await client.get(key)
-        return int(value) if value is not None else None
-    except ValueError:
-        return None
-    except exceptions.ResponseError as error:
-        if is_wrong_type(error):
-            return None
-        raise
-
-
-async def _raise_counter(client: Redis, key: str, counter: int | None, term: int) -> int:
-    """Lift a counter to `term`; gives what it is then, which is more if others lift it too."""
-    if counter is None:
-        # What was there, if anything, was no number.
-        await client.set(key, term)
-        return term
-    # An increment, so that two who read the same counter still end with different terms.
-    return int(await client.incrby(key, term - counter))
 
 
 def _parse_block_id(name: bytes) -> int | None:

@@ -7,11 +7,16 @@ the connection, when to try again.
 
 The set may name what is gone and may lack what is there. Whoever reads it asks for each scope's
 entries and removes those that have none any more; each lease asks whether its scope is listed.
+
+A scope that is retired leaves a mark in place of its entries until the TTL. Otherwise what another
+process still wrote for it, or a server that was frozen read from an old connection, would list it
+again. The mark yields to whoever takes the scope up anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -27,6 +32,8 @@ if TYPE_CHECKING:
 KEY_PREFIX = "pagewire:1"
 # A field beside the entries: the process whose unbroken changes they are.
 WRITER = b"writer"
+# In its place: the scope's memory is gone for good. No writer's id has this length.
+RETIRED = b"retired"
 
 _MEMBER = re.compile(rb"([0-9a-f]{64}):([0-9a-f]{64})\Z")
 _PAGE = 256
@@ -78,29 +85,56 @@ class ScopeRegister:
             answer: Any = client.srem(self._key(scope.deployment), _member(scope))
             await answer
 
-    async def read(self, client: Redis, deployment: str) -> list[PrefixScope]:
-        """Scopes that have entries, `MAX_SCOPES` at most. What does not read as one is left out."""
+    async def retire(self, client: Redis, scope: PrefixScope) -> None:
+        """Remove a scope's entries and its place in the set, for good."""
+        key = blocks_key(scope)
+        # Alone: a full server takes it, and refuses the mark, without which it may come back.
+        await client.unlink(key)
+        await self.remove(client, scope)
+        pipe = client.pipeline(transaction=True)
+        pipe.hset(key, WRITER.decode(), RETIRED)  # type: ignore[arg-type]
+        pipe.pexpire(key, self._ttl_ms)
+        with contextlib.suppress(exceptions.ResponseError):
+            await pipe.execute()
+
+    async def read(
+        self, client: Redis, deployment: str, *, within_ms: float = math.inf
+    ) -> list[PrefixScope]:
+        """Scopes that have entries, `MAX_SCOPES` at most. What does not read as one is left out.
+
+        Args:
+            client: To ask.
+            deployment: Whose.
+            within_ms: Leave out those whose last lease came so much longer ago than the newest.
+        """
         key = self._key(deployment)
         listed = await self._listed(client, key, deployment)
         pipe = client.pipeline(transaction=False)
         for scope in listed:
             pipe.hlen(blocks_key(scope))
-            pipe.hexists(blocks_key(scope), WRITER.decode())
+            pipe.hget(blocks_key(scope), WRITER.decode())
+            pipe.pttl(blocks_key(scope))
         answers: list[Any] = await pipe.execute(raise_on_error=False) if listed else []
-        found: list[PrefixScope] = []
+        found: dict[PrefixScope, int] = {}
         gone: list[bytes] = []
-        for scope, num_fields, has_writer in zip(listed, answers[::2], answers[1::2], strict=True):
-            if isinstance(num_fields, Exception) or isinstance(has_writer, Exception):
+        newest_ms = 0
+        for scope, num_fields, writer, ttl_ms in zip(
+            listed, answers[::3], answers[1::3], answers[2::3], strict=True
+        ):
+            if any(isinstance(answer, Exception) for answer in (num_fields, writer, ttl_ms)):
                 continue  # no hash, hence no entries
-            if not num_fields:
+            if not num_fields or writer == RETIRED:
                 gone.append(_member(scope))
-            elif num_fields > has_writer:
-                found.append(scope)
+                continue
+            # Each lease gives the whole TTL anew, also to a replica without entries.
+            newest_ms = max(newest_ms, ttl_ms)
+            if num_fields > (writer is not None):
+                found[scope] = ttl_ms
         if gone:
             with contextlib.suppress(*FAILURES):
                 answer: Any = client.srem(key, *gone)
                 await answer
-        return found
+        return [scope for scope, ttl_ms in found.items() if ttl_ms >= newest_ms - within_ms]
 
     async def _listed(self, client: Redis, key: str, deployment: str) -> list[PrefixScope]:
         listed: dict[bytes, PrefixScope] = {}

@@ -7,6 +7,7 @@ What the server holds is what a real one would: bytes by key, with nobody's word
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -101,6 +102,7 @@ class FakeStore:
         self._pending: dict[PrefixScope, dict[int, bytes | None]] = {}
         self._live: dict[PrefixScope, Live] = {}
         self._connections: dict[PrefixScope, int] = {}
+        self._retired: set[PrefixScope] = set()
         self._unwritten_terms: dict[str, int] = {}
 
     async def start(self) -> None:
@@ -110,12 +112,19 @@ class FakeStore:
         self._live.clear()
 
     def record(self, scope: PrefixScope, changes: Mapping[BlockId, Entry | None]) -> None:
+        self._retired.discard(scope)
         pending, codec = self._pending.setdefault(scope, {}), EntryCodec(scope)
         for block_id, entry in changes.items():
             pending[block_id] = None if entry is None else codec.encode(block_id, *entry)
 
     def renew(self, scope: PrefixScope, live: Live) -> None:
+        self._retired.discard(scope)
         self._live[scope] = live
+
+    def retire(self, scope: PrefixScope) -> None:
+        for kept in (self._pending, self._live, self._connections):
+            kept.pop(scope, None)
+        self._retired.add(scope)
 
     async def load(self, scope: PrefixScope) -> dict[BlockId, Entry] | None:
         server = self._server
@@ -135,7 +144,11 @@ class FakeStore:
         return {i: entry for i, entry in entries.items() if entry is not None}  # type: ignore[misc]
 
     async def known_scopes(
-        self, deployment: str, model_fingerprints: Collection[bytes]
+        self,
+        deployment: str,
+        model_fingerprints: Collection[bytes],
+        *,
+        within_s: float = math.inf,
     ) -> list[PrefixScope] | None:
         server = self._server
         if server.delay_s:
@@ -173,6 +186,10 @@ class FakeStore:
         for shard, term in self._unwritten_terms.items():
             server.terms[shard] = max(server.terms.get(shard, 0), term)
         self._unwritten_terms.clear()
+        while self._retired:
+            scope = self._retired.pop()
+            server.blocks.pop(scope, None)
+            server.writers.pop(scope, None)
         for scope, live in self._live.items():
             is_synced = self._connections.get(scope) == server.connection
             if server.writers.get(scope) is not self or not is_synced:
