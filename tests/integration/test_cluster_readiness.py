@@ -85,7 +85,7 @@ async def test_a_worker_whose_steps_take_nearly_the_timeout_each_is_kept() -> No
     # The clock moves only where the test moves it.
     now = [0.0]
     clock = RunClock(monotonic=lambda: now[0], suspended=lambda: 0.0)
-    config = {"step_timeout_s": 10.0, "lease_s": 1e6, "readiness_s": 5.0}
+    config = {"step_timeout_s": 10.0, "lease_s": 86400.0, "readiness_s": 5.0}
     runner = OneByOne()
     async with running_cluster(clock=clock, **config) as harness, harness.worker(runner=runner):
         clock.stop()
