@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from google.protobuf import any_pb2, duration_pb2
-from google.rpc import code_pb2, error_details_pb2, status_pb2
+from google.rpc import error_details_pb2, status_pb2
 
 from control_plane.errors import ServingError
 
@@ -17,9 +17,7 @@ def to_status(error: BaseException) -> status_pb2.Status:
     says may name internals or quote a prompt, and belongs in the log, not on the wire.
     """
     if not isinstance(error, ServingError):
-        return status_pb2.Status(
-            code=code_pb2.INTERNAL, message="Internal error; see the server's log."
-        )
+        error = ServingError("Internal error; see the server's log.")
     details: list[any_pb2.Any] = []
     info = any_pb2.Any()
     info.Pack(
