@@ -256,16 +256,20 @@ def _build_parser() -> argparse.ArgumentParser:
     for flag, metavar, what in (
         ("--max-num-batched-tokens", "TOKENS", "most tokens computed in one step"),
         ("--max-num-seqs", "SEQS", "most sequences that run at once on a replica"),
-        ("--block-size", "TOKENS", "refuse workers with another KV block size"),
     ):
         scheduling.add_argument(
             flag, type=int, metavar=metavar, help=f"{what} (default: as the worker announces)"
         )
-    scheduling.add_argument(
-        "--kv-dtype",
-        metavar="DTYPE",
-        help="refuse workers with another KV data type (default: as the first worker announces)",
-    )
+    for flag, kind, metavar, what in (
+        ("--block-size", int, "TOKENS", "block size"),
+        ("--kv-dtype", str, "DTYPE", "data type"),
+    ):
+        scheduling.add_argument(
+            flag,
+            type=kind,
+            metavar=metavar,
+            help=f"refuse workers with another KV {what} (default: that of a model's first worker)",
+        )
     scheduling.add_argument(
         "--no-prefix-caching",
         action="store_true",

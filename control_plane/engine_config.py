@@ -25,8 +25,8 @@ class EngineConfig:
             new requests only where there is no other.
         adoption_wait_s: How long a worker that served before waits for its first plan until the
             prefix index is loaded and checked; what comes later may still be taken over.
-        audit_interval_s: Least time between two audits, block by block, of an idle replica's pool;
-            one takes up to half a second for 100 000 blocks. Their number is checked every time.
+        audit_interval_s: Least time between two audits, block by block, of an idle replica's pool.
+            The number of its free blocks is checked whenever it is idle.
     """
 
     lookahead: int = 1
