@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from data_plane.attention.base import AttentionSpec, select_backend
+from data_plane.attention.base import select_backend
 from data_plane.block_table import BlockTable
 from data_plane.device_step import DeviceStep, ResultSlot, as_step_error
 from data_plane.input_batch import InputBatch
@@ -115,17 +115,7 @@ class ModelRunner:
         self._model = model.model
         self._is_cuda = device.type == "cuda"
         self.backend = select_backend(
-            AttentionSpec(
-                num_heads=shape.num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_size=shape.head_size,
-                scale=shape.scale,
-                sliding_window=shape.sliding_window,
-                dtype=dtype,
-                block_size=config.block_size,
-                device=device,
-            ),
-            config.attention_backend,
+            self._model.attention_spec(config.block_size), config.attention_backend
         )
         is_resident = config.resident
         if is_resident is None:

@@ -14,29 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from data_plane import row_state as rs
-from kernels.row_layout import RowLayout
-
 NO_TOKEN = -1
 """What `sample` gives for a row without a token to give: NaN, infinite, or every logit masked."""
 
 PURPOSE_TOKEN = 0
 """Last word of the counter of draws made here; other uses of a seed take other numbers."""
-
-ROW_LAYOUT = RowLayout(
-    last_token=rs.LAST_TOKEN,
-    length=rs.LENGTH,
-    active=rs.ACTIVE,
-    min_total=rs.MIN_TOTAL,
-    max_total=rs.MAX_TOTAL,
-    sequence_index=rs.SEQUENCE_INDEX,
-    top_k=rs.TOP_K,
-    temperature=rs.TEMPERATURE,
-    top_p=rs.TOP_P,
-    min_p=rs.MIN_P,
-    seed=rs.SEED,
-)
-"""The state of a row as the GPU's draw reads it, see `kernels.sample_rows`."""
 
 _MASK_32 = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

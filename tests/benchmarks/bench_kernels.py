@@ -30,7 +30,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data_plane import row_state as rs
-from data_plane.sampler import PURPOSE_TOKEN, ROW_LAYOUT
+from data_plane.sampler import PURPOSE_TOKEN
 from kernels.apply_block_table_delta import apply_block_table_delta
 from kernels.attention_plan import max_prefill_tiles, new_decode_plan, plan_decode, plan_prefill
 from kernels.linear import linear
@@ -280,7 +280,7 @@ def sampling_rows(count: int) -> list[dict[str, Any]]:
             index,
             words,
             stop_ids,
-            layout=ROW_LAYOUT,
+            layout=rs.LAYOUT,
             purpose=PURPOSE_TOKEN,
             is_filtered=is_filtered,
             scratch=scratch,

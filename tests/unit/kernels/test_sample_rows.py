@@ -7,7 +7,7 @@ import torch
 
 from data_plane import row_state as rs
 from data_plane.device_step import REASON_SHIFT
-from data_plane.sampler import NO_TOKEN, PURPOSE_TOKEN, ROW_LAYOUT, SamplingBatch, sample
+from data_plane.sampler import NO_TOKEN, PURPOSE_TOKEN, SamplingBatch, sample
 from data_plane.stop_check import FINISH_ERROR, finish_reasons, mask_stop_ids
 from kernels.sample_rows import new_sample_scratch, sample_rows
 
@@ -82,7 +82,7 @@ def _run(
         rows,
         state.words,
         state.stop_ids,
-        layout=ROW_LAYOUT,
+        layout=rs.LAYOUT,
         purpose=PURPOSE_TOKEN,
         is_filtered=is_filtered,
         scratch=scratch,
@@ -238,7 +238,7 @@ def test_sample_rows_refuses_what_does_not_fit(state: Rows, generator: torch.Gen
             rows,
             state.words,
             state.stop_ids,
-            layout=ROW_LAYOUT,
+            layout=rs.LAYOUT,
             purpose=PURPOSE_TOKEN,
             is_filtered=False,
             scratch=scratch,
