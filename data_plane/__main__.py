@@ -12,18 +12,20 @@ import logging
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from data_plane.config import parse_args, read_token
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from data_plane.config import WorkerConfig
     from data_plane.control_stream import StreamOptions
     from data_plane.simulated_worker import SimulatedWorker
     from data_plane.worker import Worker
     from protos.tls_files import TlsContents
+
+_T = TypeVar("_T")
 
 logger = logging.getLogger("data_plane")
 
@@ -80,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     # The model and its libraries stay: no collection has to walk them while steps are launched.
     gc.collect()
     gc.freeze()
-    exit_code, has_hung_step = asyncio.run(_run(options, workers))
+    exit_code, has_hung_step = run_on_loop(_run(options, workers))
     if config.simulate:
         from data_plane.simulated_worker import log_counters
 
@@ -116,6 +118,18 @@ def _leave(number: int, _: object) -> None:
     """
     logging.shutdown()
     os._exit(0 if number == signal.SIGTERM else 128 + number)
+
+
+def run_on_loop(work: Coroutine[Any, Any, _T]) -> _T:
+    """Run on a loop that holds the interpreter for less per message, where one is installed.
+
+    While a message is read or written, steps are not launched.
+    """
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return asyncio.run(work)
+    return uvloop.run(work)
 
 
 async def _run(
