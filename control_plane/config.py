@@ -6,7 +6,7 @@ Owns: flags, their help, defaults of addresses. Does not know: what the values d
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from control_plane.cluster_config import ClusterConfig
@@ -163,6 +163,7 @@ def _default_name(location: ModelLocation) -> str:
 
 def _build_parser() -> argparse.ArgumentParser:
     cluster = ClusterConfig()
+    defaults = {field.name: field.default for field in fields(ControlPlaneConfig)}
     parser = argparse.ArgumentParser(
         prog="pagewire-control",
         description=_DESCRIPTION,
@@ -191,18 +192,18 @@ def _build_parser() -> argparse.ArgumentParser:
     network = parser.add_argument_group("network")
     network.add_argument(
         "--host",
-        default="127.0.0.1",
+        default=defaults["host"],
         help="address to bind; 0.0.0.0 lets other machines in (default: %(default)s)",
     )
-    for flag, default, what in (
-        ("--port", 50051, "public gRPC API"),
-        ("--worker-port", 50052, "control stream that workers dial; keep it inside your network"),
-        ("--metrics-port", 9464, "Prometheus metrics and /healthz, over HTTP, for everybody"),
+    for name, what in (
+        ("port", "public gRPC API"),
+        ("worker_port", "control stream that workers dial; keep it inside your network"),
+        ("metrics_port", "Prometheus metrics and /healthz, over HTTP, for everybody"),
     ):
         network.add_argument(
-            flag,
+            "--" + name.replace("_", "-"),
             type=int,
-            default=default,
+            default=defaults[name],
             metavar="PORT",
             help=f"{what}; 0 takes a free port and prints it (default: %(default)s)",
         )
@@ -218,7 +219,7 @@ def _build_parser() -> argparse.ArgumentParser:
     state = parser.add_argument_group("state")
     state.add_argument(
         "--redis-url",
-        default="memory://",
+        default=defaults["redis_url"],
         metavar="URL",
         help="where metadata of cached prefixes outlives this process: redis://, rediss:// or "
         "memory:// for nowhere (default: %(default)s)",
@@ -316,7 +317,11 @@ def _build_parser() -> argparse.ArgumentParser:
             "prefixes and are not back yet; from the first worker on, and only if the store knows "
             "others",
         ),
-        ("--grace-s", 30.0, "how long running requests may take to finish after SIGTERM"),
+        (
+            "--grace-s",
+            defaults["grace_s"],
+            "how long running requests may take to finish after SIGTERM",
+        ),
     ):
         limits.add_argument(
             flag,
@@ -327,8 +332,8 @@ def _build_parser() -> argparse.ArgumentParser:
         )
     recording = parser.add_argument_group(
         "recording",
-        "For finding out why something was answered as it was. PROMPTS AND ANSWERS ARE IN IT, as "
-        "token ids: keep it like they are kept.",
+        "For finding out why something was answered as it was. PROMPTS AND ANSWERS ARE IN IT,\n"
+        "as token ids: keep it like they are kept.",
     )
     recording.add_argument(
         "--record",
@@ -346,7 +351,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
-        default="info",
+        default=defaults["log_level"],
         help="least severe lines on stderr (default: %(default)s)",
     )
     return parser

@@ -82,8 +82,8 @@ def add_security_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `read_security_flags` reads."""
     group = parser.add_argument_group(
         "security",
-        "Everything is open unless told otherwise. Keys and tokens come from files, which are read "
-        "again once they have changed, or at once on SIGHUP.",
+        "Everything is open unless told otherwise. Keys and tokens come from files, which are\n"
+        "read again once they have changed, or at once on SIGHUP.",
     )
     for flag, metavar, what in (
         ("--tls-cert", "PEM", "certificate of the public port, with those up to the root"),

@@ -10,7 +10,7 @@ import argparse
 import os
 import re
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from data_plane.simulated_profile import PROFILES, SimulationProfile, read_profile
@@ -173,17 +173,17 @@ class WorkerConfig:
                 f"{self.simulate_workers}; start further processes"
             )
         # What says how tensors are computed or kept has no meaning without any.
-        for name, nothing in (
-            ("attention_backend", "auto"),
-            ("load_format", "auto"),
-            ("enforce_eager", False),
-            ("kv_cache_memory", None),
-            ("gpu_memory_utilization", 0.9),
+        for name in (
+            *("attention_backend", "load_format", "enforce_eager"),
+            *("kv_cache_memory", "gpu_memory_utilization"),
         ):
-            if getattr(self, name) != nothing:
+            if getattr(self, name) != _DEFAULTS[name]:
                 raise ValueError(f"{_flag(name)} has no meaning with --simulate: nothing computes")
         if self.device == "cuda":
             raise ValueError("--device cuda has no meaning with --simulate: no device is used")
+
+
+_DEFAULTS = {field.name: field.default for field in fields(WorkerConfig)}
 
 
 def parse_args(argv: list[str] | None = None) -> WorkerConfig:
@@ -303,7 +303,7 @@ def _build_parser() -> argparse.ArgumentParser:
     network = parser.add_argument_group("network")
     network.add_argument(
         "--control-plane",
-        default="127.0.0.1:50052",
+        default=_DEFAULTS["control_plane"],
         metavar="HOST:PORT",
         help="worker port of the control plane; it is dialled until it answers "
         "(default: %(default)s)",
@@ -329,7 +329,7 @@ def _build_parser() -> argparse.ArgumentParser:
     network.add_argument(
         "--grace-s",
         type=float,
-        default=30.0,
+        default=_DEFAULTS["grace_s"],
         metavar="SECONDS",
         help="how long sequences may take to finish after SIGTERM (default: %(default)g)",
     )
@@ -338,26 +338,26 @@ def _build_parser() -> argparse.ArgumentParser:
     device.add_argument(
         "--device",
         choices=DEVICES,
-        default="auto",
+        default=_DEFAULTS["device"],
         help="auto takes a GPU if there is one (default: %(default)s)",
     )
     device.add_argument(
         "--dtype",
-        default="auto",
+        default=_DEFAULTS["dtype"],
         metavar="TYPE",
         help="float32, bfloat16 or float16, for weights and KV cache; auto is the checkpoint's own "
         "(default: %(default)s)",
     )
     device.add_argument(
         "--attention-backend",
-        default="auto",
+        default=_DEFAULTS["attention_backend"],
         metavar="NAME",
         help="how attention is computed; auto takes the fastest that can (default: %(default)s)",
     )
     device.add_argument(
         "--load-format",
         choices=LOAD_FORMATS,
-        default="auto",
+        default=_DEFAULTS["load_format"],
         help="auto prefers safetensors over GGUF; dummy makes random weights from config.json, to "
         "measure with (the weight file may be empty) (default: %(default)s)",
     )
@@ -377,7 +377,7 @@ def _build_parser() -> argparse.ArgumentParser:
     memory.add_argument(
         "--block-size",
         type=int,
-        default=16,
+        default=_DEFAULTS["block_size"],
         metavar="TOKENS",
         help="tokens per KV block; the same for all workers of a model (default: %(default)s)",
     )
@@ -396,7 +396,7 @@ def _build_parser() -> argparse.ArgumentParser:
     memory.add_argument(
         "--gpu-memory-utilization",
         type=float,
-        default=0.9,
+        default=_DEFAULTS["gpu_memory_utilization"],
         metavar="SHARE",
         help="share of the GPU's memory for weights, KV cache and all (default: %(default)s)",
     )
@@ -432,7 +432,7 @@ def _build_parser() -> argparse.ArgumentParser:
     simulation.add_argument(
         "--simulate-workers",
         type=int,
-        default=1,
+        default=_DEFAULTS["simulate_workers"],
         metavar="N",
         help="so many simulated workers in this process, each a replica of its own "
         "(default: %(default)s)",
@@ -441,7 +441,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
-        default="info",
+        default=_DEFAULTS["log_level"],
         help="least severe lines on stderr (default: %(default)s)",
     )
     return parser
