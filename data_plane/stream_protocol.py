@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 PROTOCOL_VERSION = 1
 GENERATIONS_PER_MESSAGE = 64 * 1024
+# The most that Hello may say of a version or a term; a worker beyond it would be refused for good.
+MAX_NUMBER = 1 << 62
+# How far a Reset may go beyond the applied version. A wrong one must leave room for right ones
+# behind it. It covers the versions of thousands of years, since a replay begins a new worker there.
+MAX_RESET_JUMP = 1 << 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,6 +302,12 @@ class StreamProtocol:
                 f"lookahead is {welcome.lookahead} and lease "
                 f"{welcome.lease.ToNanoseconds() / 1e9} s; they must be >= 0 and > 0",
             )
+        if welcome.term > MAX_NUMBER:
+            raise ProtocolViolation(
+                "BAD_WELCOME",
+                f"the control plane has term {welcome.term}, which must not exceed {MAX_NUMBER}: "
+                "no term could follow it",
+            )
         self._highest_term = welcome.term
         self._lookahead = welcome.lookahead
         self._num_blocks = welcome.num_blocks
@@ -304,11 +315,19 @@ class StreamProtocol:
         return Reaction(welcome=welcome)
 
     def _receive_reset(self, reset: worker_pb2.Reset) -> Reaction:
-        above = max(self.row_table.applied_version, self._seen_version)
+        applied = self.row_table.applied_version
+        above, limit = max(applied, self._seen_version), min(applied + MAX_RESET_JUMP, MAX_NUMBER)
         if reset.version <= above:
             raise ProtocolViolation(
                 "RESET_NOT_ABOVE",
                 f"Reset to version {reset.version}, which must exceed {above}",
+            )
+        if reset.version > limit:
+            # Measured from what was applied: a plan that was refused could name any version.
+            raise ProtocolViolation(
+                "RESET_TOO_HIGH",
+                f"Reset to version {reset.version}, which must not exceed {limit}: this worker is "
+                f"at {applied}, and versions must be left",
             )
         self.row_table.reset(reset.version, num_blocks=self._num_blocks)
         self._reset_version = reset.version

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _FORBIDDEN = re.compile(
     r"Traceback \(most recent call last\)|InvariantError|unplanned failure|\bCRITICAL\b"
     r"|plan refused|step failed|MALFORMED_MESSAGE|UNEXPECTED_MESSAGE|UNKNOWN_MESSAGE|STALE_TERM"
-    r"|NUM_BLOCKS_OUT_OF_RANGE|BAD_WELCOME|RESET_NOT_ABOVE|RESET_FAILED|TOO_MANY_RESETS"
+    r"|NUM_BLOCKS_OUT_OF_RANGE|BAD_WELCOME|RESET_NOT_ABOVE|RESET_TOO_HIGH|RESET_FAILED|TOO_MANY_RESETS"
     r"|Exception ignored|never awaited"
 )
 _COUNTED = {
