@@ -103,7 +103,7 @@ class GenerationService:
         Raises:
             ServingError: It is refused.
         """
-        with self._holding(message.ByteSize()):
+        with self.holding(message.ByteSize()):
             started = self._clock()
             # Internal ids are never a client's: two principals may use the same one.
             req_id = secrets.token_hex(8)
@@ -148,8 +148,8 @@ class GenerationService:
                 self._live.release(claim)
 
     @contextmanager
-    def _holding(self, num_bytes: int) -> Generator[None]:
-        """Count a message for as long as its call holds it.
+    def holding(self, num_bytes: int) -> Generator[None]:
+        """Count a message, of whatever method, for as long as its call holds it.
 
         Tokens say little about that: a message may carry megabytes that no prompt is made of.
 
@@ -158,7 +158,7 @@ class GenerationService:
         """
         if self._held_bytes and self._held_bytes + num_bytes > _MAX_HELD_BYTES:
             raise OverloadedError(
-                f"The messages of live requests hold {self._held_bytes} bytes; the limit is "
+                f"The messages of live calls hold {self._held_bytes} bytes; the limit is "
                 f"{_MAX_HELD_BYTES}. Try again later.",
                 retry_after_s=1.0,
                 queued=self._held_bytes,

@@ -131,7 +131,10 @@ class InferenceService:
         self, method: Callable[[Any, Any], Awaitable[Message]]
     ) -> Callable[[Any], Awaitable[None]]:
         async def call(context: Any) -> None:
-            await self._write(context, await method(await self._read(context), context))
+            message = await self._read(context)
+            # Until the client has read the response, which is as large as the message.
+            with self._generations.holding(message.ByteSize()):
+                await self._write(context, await method(message, context))
 
         return call
 
