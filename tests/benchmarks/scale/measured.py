@@ -25,7 +25,7 @@ from control_plane import router
 from control_plane.block_hash import BlockHasher
 from control_plane.block_pool import BlockPool
 from control_plane.kv_cache_manager import KVCacheConfig, KVCacheManager
-from control_plane.prefix_store import PrefixScope, open_prefix_store
+from control_plane.prefix_store import PrefixScope, StoreTiming, open_prefix_store
 from control_plane.request import Request, SamplingParams
 from control_plane.scheduler import Scheduler
 from control_plane.scheduler_config import SchedulerConfig
@@ -139,12 +139,63 @@ async def _write(url: str, num_scopes: int, num_blocks: int, rounds: int) -> dic
     }
 
 
-def measure_store(*, num_scopes: int = 4, num_blocks: int = 50_000) -> dict[str, float]:
-    """Bytes per entry in a real server, and what writing one costs both processes."""
+async def _renew(url: str, num_replicas: int, rounds: int) -> dict[str, float]:
+    """Leases of replicas that write nothing: what keeps their keys and their place in the set."""
+    # As fast as they come, instead of every two seconds.
+    timing = StoreTiming(renew_interval_s=1e-4, coalesce_s=1e-4, op_timeout_s=60.0)
+    store = open_prefix_store(url, deployment="leases", timing=timing)
+    client = redis.asyncio.from_url(url)
+    await store.start()
+    scopes = [
+        PrefixScope("leases", bytes(32), i.to_bytes(32, "little")) for i in range(num_replicas)
+    ]
+    names = ("hget", "pexpire", "sismember")
+
+    async def calls() -> dict[str, int]:
+        stats = await client.info("commandstats")
+        return {name: stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in names}
+
+    async def renew(turns: int) -> int:
+        """Gives how many renewals the server saw."""
+        before = (await calls())["sismember"]
+        seen = 0
+        async with asyncio.timeout(300):
+            for turn in range(1, turns + 1):
+                for scope in scopes:
+                    store.renew(scope, dict)
+                while seen < turn * num_replicas:
+                    await asyncio.sleep(0.01)
+                    seen = (await calls())["sismember"] - before
+        return seen
+
+    await renew(1)  # the first one also writes and lists them
+    before, server = await calls(), await client.info("cpu")
+    cpu_began = time.process_time()
+    num_renewals = await renew(rounds)
+    cpu_s = time.process_time() - cpu_began
+    after, server_after = await calls(), await client.info("cpu")
+    server_s = sum(server_after[key] - server[key] for key in ("used_cpu_user", "used_cpu_sys"))
+    set_bytes = await client.memory_usage("pagewire:1:scopes:leases:0", samples=0)
+    await store.close()
+    await client.aclose()
+    return {
+        "commands_per_lease": sum(after[name] - before[name] for name in names) / num_renewals,
+        "control_plane_cpu_us_per_lease": cpu_s / num_renewals * 1e6,
+        "server_cpu_us_per_lease": server_s / num_renewals * 1e6,
+        "set_bytes_per_replica": set_bytes / num_replicas,
+    }
+
+
+def measure_store(
+    *, num_scopes: int = 4, num_blocks: int = 50_000, num_replicas: int = 200
+) -> dict[str, float]:
+    """Bytes in a real server, and what writing an entry and renewing a replica cost both sides."""
 
     async def run(port: int) -> dict[str, float]:
         await valkey.wait_until_answering(port)
-        return await _write(f"redis://127.0.0.1:{port}/0", num_scopes, num_blocks, 2)
+        url = f"redis://127.0.0.1:{port}/0"
+        written = await _write(url, num_scopes, num_blocks, 2)
+        return {**written, **await _renew(url, num_replicas, 20)}
 
     port = any_free_port()
     with tempfile.TemporaryDirectory(prefix="pagewire-scale-") as base_dir:

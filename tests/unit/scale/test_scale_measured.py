@@ -33,10 +33,14 @@ def test_candidates_take_the_prompt_and_find_it() -> None:
 
 @pytest.mark.redis
 def test_entries_in_a_real_server_are_counted_and_timed() -> None:
-    figures = measured.measure_store(num_scopes=2, num_blocks=600)
+    figures = measured.measure_store(num_scopes=2, num_blocks=600, num_replicas=3)
     assert figures["num_entries"] == 1200
     # 49 bytes of value, a name of one to three digits, and what the server adds.
     assert 50 < figures["bytes_per_entry"] < 400
+    # Two for a replica's entries, two for its place among the replicas of its shard.
+    assert figures["commands_per_lease"] == 4
+    # Two hashes in hexadecimal.
+    assert 129 < figures["set_bytes_per_replica"] < 600
 
 
 def test_every_simulated_table_has_runs() -> None:
