@@ -3,7 +3,8 @@
 Owns: the greeting's order and time, the queue towards a worker, how a stream ends. Does not know
 what messages mean once a worker is attached.
 
-Add it to a server of its own port, made with `WORKER_SERVER_OPTIONS`; clients never reach it.
+Add it to a server of its own port, made with `WORKER_SERVER_OPTIONS` beside those of `port_options`;
+clients never reach it.
 """
 
 from __future__ import annotations
@@ -41,8 +42,6 @@ WORKER_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", -1),
     # Workers heartbeat by messages; their transport may ping as often as it likes.
     ("grpc.http2.max_ping_strikes", 0),
-    # Two servers on one port would each get some of the workers.
-    ("grpc.so_reuseport", 0),
 )
 
 # A greeting is one message; a peer that does not send it must not hold a stream.
