@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -87,9 +88,10 @@ class StreamSession:
         self._failed: asyncio.Future[StreamEnd] = self._loop.create_future()
         self._last_sent_s = self._loop.time()
         self._last_step_s = self._loop.time()
-        # When the plans of steps under way came, and when the last outcome did.
+        # When the plans of steps under way came, and when the last outcome did. Not by the loop's
+        # clock: uvloop's counts milliseconds, and a step may take less.
         self._came_s: dict[tuple[int, int], float] = {}
-        self._last_outcome_s = self._loop.time()
+        self._last_outcome_s = time.monotonic()
         self._last_heard_s = self._loop.time()
 
     @property
@@ -124,10 +126,11 @@ class StreamSession:
 
     def take_outcome(self, work: StepWork, outcome: Outcome) -> None:
         """Report a step's outcome, if it still counts."""
-        now_s = self._loop.time()
+        now_s = time.monotonic()
         came_s = self._came_s.pop((work.version, work.step), now_s)
         waited_s = max(0.0, self._last_outcome_s - came_s)
-        self._last_step_s = self._last_outcome_s = now_s
+        self._last_outcome_s = now_s
+        self._last_step_s = self._loop.time()
         if isinstance(outcome, StepError):
             messages = self._protocol.step_failed(work, outcome)
             logger.error(
@@ -173,7 +176,7 @@ class StreamSession:
         if reaction.reset_version is not None:
             self._take_reset(reaction.reset_version)
         for work in reaction.works:
-            self._came_s[work.version, work.step] = self._loop.time()
+            self._came_s[work.version, work.step] = time.monotonic()
             self._steps.submit(work)
         for message in reaction.messages:
             if message.HasField("nack"):
