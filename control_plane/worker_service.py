@@ -3,8 +3,8 @@
 Owns: the greeting's order and time, the queue towards a worker, how a stream ends. Does not know
 what messages mean once a worker is attached.
 
-Add it to a server of its own port, made with `WORKER_SERVER_OPTIONS` beside those of `port_options`;
-clients never reach it.
+Add it to a server of its own port, made with `WORKER_SERVER_OPTIONS` and `port_options`; clients
+never reach it.
 """
 
 from __future__ import annotations
