@@ -33,6 +33,7 @@ def test_hops_are_medians_and_add_up() -> None:
     ]
     assert bench.hops_ms(requests) == pytest.approx([2.0] * len(places))
     assert bench.total_ms(requests) == pytest.approx(2.0 * len(places))
+    assert bench.added_ms(requests) == pytest.approx(2.0 * (len(places) - 1))
 
 
 def test_a_place_counts_when_the_request_first_passes_it() -> None:
