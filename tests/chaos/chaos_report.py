@@ -74,6 +74,11 @@ def _verdict(report: ChaosReport) -> list[str]:
         f"{findings.count('lost')} lost, {findings.count('doubled')} doubled "
         f"({report.num_ties} draws decided by rounding)"
     ]
+    if left := report.departures:
+        lines.append(
+            f"clients that left at the first tokens: {left.of_streams} of {left.asked} tokens of "
+            f"streams were computed, {left.of_batch} of a batch's {left.asked}"
+        )
     if warm := report.warm_restart:
         lines.append(
             f"2000-token prefix: {warm.hits_before} tokens hit before kill -9 of the control "

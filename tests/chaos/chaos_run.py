@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from chaos.chaos_model import build_model
 from chaos.chaos_system import CLIENT_LINKS, ChaosSystem, SystemConfig, undisturbed_config
+from chaos.departures import Departures, measure_departures
 from chaos.fault_injector import FaultInjector
 from chaos.fault_schedule import FaultKind, FaultLane, ScheduleConfig, schedule
 from chaos.findings import Findings
@@ -76,6 +77,7 @@ class ChaosReport:
     logged: dict[str, int] = field(default_factory=dict[str, int])
     tallies: dict[RequestKind, Tally] = field(default_factory=dict[RequestKind, Tally])
     num_ties: int = 0
+    departures: Departures | None = None
     warm_restart: WarmRestart | None = None
 
     @property
@@ -214,6 +216,9 @@ class _Run:
         await _until(lambda: system.is_free, "every block and row is free")
         self._log("everything is free")
         await asyncio.wait_for(verifier.finish(), _END_LIMIT_S)
+        departures = self.report.departures = await measure_departures(system)
+        if not departures.were_noticed:
+            self._findings.add("leaked", f"who has left is served to the end: {departures}")
         last, *others = system.slots.values()
         for slot in others:
             await self._check_departure(system, slot.process)

@@ -285,17 +285,7 @@ class ChaosSystem:
     @property
     def is_free(self) -> bool:
         """Whether nothing runs, waits or holds a block, on any replica that is attached."""
-        stats = self.stats
-        return (
-            stats is not None
-            and stats.num_requests_unplaced == 0
-            and all(
-                replica.free_blocks == replica.usable_blocks
-                and replica.num_requests_running == 0
-                and replica.num_requests_waiting == 0
-                for replica in stats.replicas
-            )
-        )
+        return self.stats is not None and holds_nothing(self.stats)
 
     def thaw_all(self) -> None:
         """Undo everything that links do, without waiting for anything."""
@@ -330,6 +320,16 @@ class ChaosSystem:
                         self.stats = stats
                     await asyncio.sleep(_POLL_S)
             await asyncio.sleep(_POLL_S)
+
+
+def holds_nothing(stats: inference_pb2.GetStatsResponse) -> bool:
+    """Whether nothing runs, waits or holds a block."""
+    return stats.num_requests_unplaced == 0 and all(
+        replica.free_blocks == replica.usable_blocks
+        and replica.num_requests_running == 0
+        and replica.num_requests_waiting == 0
+        for replica in stats.replicas
+    )
 
 
 def stepped_back(process: ManagedProcess) -> bool:

@@ -55,6 +55,8 @@ async def test_no_token_is_wrong_lost_or_doubled_whatever_dies(
     assert report.tallies[RequestKind.STOP_STRING].num_stopped > 0
     assert report.tallies[RequestKind.STOP_TOKEN].num_stopped > 0
     assert report.logged["adopted blocks"] > 0
+    assert report.departures is not None
+    assert report.departures.were_noticed
     warm = report.warm_restart
     assert warm is not None
     assert warm.is_same
