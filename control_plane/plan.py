@@ -87,7 +87,8 @@ def decode_step_result(message: worker_pb2.StepResult) -> ResultColumns:
         token_ids=_array(message.token_ids, "step_result.token_ids"),
         finished_rows=_array(message.finished_rows, "step_result.finished_rows"),
         finish_reasons=np.frombuffer(message.finish_reasons, dtype=np.uint8),
-        device_time_us=message.device_time_us,
+        # A count of time must not fall, whatever a worker's clock says.
+        device_time_us=max(0, message.device_time_us),
         waited_us=message.waited_us if message.HasField("waited_us") else None,
     )
 

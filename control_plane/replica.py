@@ -33,6 +33,8 @@ _KV_DTYPES = ("float32", "bfloat16", "float16", "fp8_e4m3")
 _MAX_NUM_BLOCKS = 1 << 21
 _MAX_NUM_SEQS = 1 << 14
 _MAX_MODEL_LEN = 1 << 24
+# Rows times blocks of the longest sequence: a gigabyte of table on either side.
+_MAX_TABLE_ENTRIES = 1 << 28
 _MAX_TEXT_BYTES = 256
 
 
@@ -146,6 +148,14 @@ def read_hello(hello: worker_pb2.Hello, *, peer: str) -> WorkerFacts:
         if len(getattr(hello, field).encode()) > _MAX_TEXT_BYTES:
             raise _invalid(field, "a longer text", f"at most {_MAX_TEXT_BYTES} bytes")
     geometry = _read_geometry(hello.kv_geometry)
+    longest = _MAX_TABLE_ENTRIES // hello.max_num_seqs * geometry.block_size
+    if hello.max_model_len > longest:
+        raise _invalid(
+            "max_model_len",
+            hello.max_model_len,
+            f"at most {longest} with {hello.max_num_seqs} sequences and blocks of "
+            f"{geometry.block_size} tokens",
+        )
     if hello.tp_size > 1:
         raise ProtocolError(
             "TENSOR_PARALLEL_NOT_BUILT",

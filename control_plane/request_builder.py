@@ -11,7 +11,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from control_plane.errors import InvalidRequestError
+from control_plane.errors import InvalidRequestError, UnsupportedFeatureError
 from control_plane.output_processor import OutputProcessor, PastEndError
 from control_plane.prompt_encoder import encode_prompt
 from control_plane.request import FinishReason, Request, SamplingParams, check_num_stops
@@ -178,7 +178,9 @@ class RequestBuilder:
         refuse_unsupported(message)
         n = message.n if message.HasField("n") else 1
         if not 1 <= n <= self._max_n:
-            raise InvalidRequestError(
+            # 1 is the neutral value of a feature that the server may be without.
+            refusal = UnsupportedFeatureError if n > self._max_n == 1 else InvalidRequestError
+            raise refusal(
                 f"n must be in [1, {self._max_n}], got {n}. Send one request per continuation.",
                 field="n",
                 value=n,

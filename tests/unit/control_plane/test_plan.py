@@ -136,6 +136,10 @@ def test_a_torn_column_is_malformed(fields: dict[str, Any], field: str) -> None:
     assert refusal.value.metadata["field"] == field
 
 
+def test_a_step_never_took_less_than_no_time() -> None:
+    assert decode_step_result(result(device_time_us=-5)).device_time_us == 0
+
+
 @pytest.mark.parametrize(
     "fields",
     [
